@@ -1,0 +1,172 @@
+"""FlashAttention-2 in plain PyTorch: Algorithms 1 and 2 of Dao (2023), tile by tile, on any device.
+
+This is the readable specification of the Triton kernels: each statement carries the line number of the algorithm, and
+the kernels in `kernels/` carry the same ones. With scale = 1 / sqrt(d),
+
+    S = scale · Q K^T       (4)        P = softmax of S by rows   (5)
+    O = P V                 (6)        L_i = log sum_j exp S_ij   (12)
+
+No more than one (Bq, Bk) tile of S exists at a time, so memory is O(n·d), forward and backward.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.inputs import attention_inputs
+
+Q_TILE_SIZE = 128
+K_TILE_SIZE = 128
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
+    """One tile of S = scale · Q K^T, with -inf where query i sees no key j, that is where i < j."""
+    S = Q_i.shape[-1] ** -0.5 * (Q_i @ K_j.mT)
+    last_key = j + K_j.shape[-2] - 1
+    if is_causal and i < last_key:  # otherwise every query of the tile sees every key of it
+        queries = i + torch.arange(Q_i.shape[-2], device=S.device)
+        keys = j + torch.arange(K_j.shape[-2], device=S.device)
+        S = S.masked_fill(queries[:, None] < keys, -math.inf)
+    return S
+
+
+def flash_forward(
+    q: Float[Tensor, "... n_queries d"],
+    k: Float[Tensor, "... n_keys d"],
+    v: Float[Tensor, "... n_keys d"],
+    is_causal: bool,
+    q_tile_size: int = Q_TILE_SIZE,
+    k_tile_size: int = K_TILE_SIZE,
+) -> tuple[Float[Tensor, "... n_queries d"], Float[Tensor, "... n_queries"]]:
+    """Algorithm 1: the output O and the log-sum-exp L (natural logarithm) of every query.
+
+    Args:
+        q: queries; k, v: keys and values with the leading dimensions of q.
+        is_causal: query i sees key j where i >= j (aligned at the top left when n_queries != n_keys).
+        q_tile_size, k_tile_size: Bq and Bk; any sizes, they need not divide the lengths.
+
+    Returns:
+        o in the dtype of q; L in float32 (float64 for float64). With no keys at all o = 0 and L = -inf.
+    """
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    dtype = _accumulator_dtype(q.dtype)
+    o = torch.empty_like(q)
+    L = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+
+    for i in range(0, n_queries, q_tile_size):
+        queries = slice(i, min(i + q_tile_size, n_queries))
+        Q_i = q[..., queries, :].to(dtype)  # line 5
+        O_i = torch.zeros_like(Q_i)  # line 6
+        l = torch.zeros_like(Q_i[..., :1])
+        m = torch.full_like(l, -math.inf)
+
+        # line 7; key tiles after the tile's last query are masked throughout and never visited
+        for j in range(0, min(n_keys, queries.stop) if is_causal else n_keys, k_tile_size):
+            K_j = k[..., j : j + k_tile_size, :].to(dtype)  # line 8
+            V_j = v[..., j : j + k_tile_size, :].to(dtype)
+            S = _scores(Q_i, K_j, i, j, is_causal)  # line 9
+            m_new = torch.maximum(m, S.amax(-1, keepdim=True))  # line 10
+            P = torch.exp(S - m_new)  # line 11
+            l = torch.exp(m - m_new) * l + P.sum(-1, keepdim=True)  # line 12
+            O_i = torch.exp(m - m_new) * O_i + P @ V_j  # line 13
+            m = m_new
+
+        o[..., queries, :] = O_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where there are no keys
+        L[..., queries] = (m + torch.log(l)).squeeze(-1)  # lines 16 and 18
+    return o, L
+
+
+def flash_backward(
+    q: Float[Tensor, "... n_queries d"],
+    k: Float[Tensor, "... n_keys d"],
+    v: Float[Tensor, "... n_keys d"],
+    o: Float[Tensor, "... n_queries d"],
+    dO: Float[Tensor, "... n_queries d"],
+    L: Float[Tensor, "... n_queries"],
+    is_causal: bool,
+    needs: Sequence[bool] = (True, True, True),
+    q_tile_size: int = Q_TILE_SIZE,
+    k_tile_size: int = K_TILE_SIZE,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Algorithm 2: the gradients of q, k and v from the forward's o and L and the output's gradient dO.
+
+    With delta the row sum of dO ∘ O (which equals that of P ∘ dP):
+
+        S = scale · Q K^T   (13)    P = exp(S - L)                        (14)    dV = P^T dO   (15)
+        dP = dO V^T         (16)    dS = scale · P ∘ (dP - delta)         (17)
+        dQ = dS K           (18)    dK = dS^T Q                           (19)
+
+    Args:
+        q, k, v, o, dO, L, is_causal: as `flash_forward` took and gave them.
+        needs: which of dq, dk, dv are wanted; the others are not computed.
+        q_tile_size, k_tile_size: Bq and Bk.
+
+    Returns:
+        dq, dk, dv, each in the dtype and shape of its input, or None where it is not wanted.
+    """
+    needs_dq, needs_dk, needs_dv = needs
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    dtype = _accumulator_dtype(q.dtype)
+    scale = q.shape[-1] ** -0.5
+    delta = (dO.to(dtype) * o.to(dtype)).sum(-1)  # line 2
+    dq = torch.zeros_like(q, dtype=dtype)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+
+    for j in range(0, n_keys, k_tile_size):  # line 6
+        keys = slice(j, min(j + k_tile_size, n_keys))
+        K_j, V_j = k[..., keys, :].to(dtype), v[..., keys, :].to(dtype)  # line 7
+        dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)  # line 8
+
+        # line 9; query tiles before the key tile's first key see none of it and are never visited
+        for i in range(j // q_tile_size * q_tile_size if is_causal else 0, n_queries, q_tile_size):
+            queries = slice(i, i + q_tile_size)
+            Q_i, dO_i = q[..., queries, :].to(dtype), dO[..., queries, :].to(dtype)  # line 10
+            L_i, delta_i = L[..., queries, None], delta[..., queries, None]
+            S = _scores(Q_i, K_j, i, j, is_causal)  # line 11 (13)
+            P = torch.exp(S - L_i)  # line 12 (14)
+            dV_j += P.mT @ dO_i  # line 13 (15)
+            if needs_dq or needs_dk:
+                dP = dO_i @ V_j.mT  # line 14 (16)
+                dS = scale * P * (dP - delta_i)  # line 15 (17)
+                dq[..., queries, :] += dS @ K_j  # line 16 (18)
+                dK_j += dS.mT @ Q_i  # line 17 (19)
+
+        dk[..., keys, :] = dK_j  # line 19
+        dv[..., keys, :] = dV_j
+    return dq.to(q.dtype) if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None
+
+
+class FlashAttention2Pytorch(torch.autograd.Function):
+    """`FlashAttention2Pytorch.apply(q, k, v, is_causal=False) -> o`, differentiable once, on any device.
+
+    q is (..., n_queries, d), k and v are (..., n_keys, d), in float16, bfloat16, float32 or float64, with any strides.
+    For the backward it keeps q, k, v, o and the log-sum-exp L of shape (..., n_queries). A second derivative raises.
+    Errors: see `cs336_systems.inputs.attention_inputs`.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        q, k, v = attention_inputs(q, k, v, DTYPES)
+        with torch.autocast(q.device.type, enabled=False):  # the accumulators stay in float32
+            o, L = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, L)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dO):
+        q, k, v, o, L = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = flash_backward(q, k, v, o, dO, L, ctx.is_causal, ctx.needs_input_grad[:3])
+        return dq, dk, dv, None

@@ -1,0 +1,59 @@
+"""What both FlashAttention-2 versions ask of their inputs, checked in one place before any work is done."""
+
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+Q = Float[Tensor, "... n_queries d"]
+KV = Float[Tensor, "... n_keys d"]
+
+
+def attention_inputs(q: Q, k: KV, v: KV, dtypes: Collection[torch.dtype]) -> tuple[Q, KV, KV]:
+    """Cast q, k, v for autocast where it is on, and check that they can be attended over.
+
+    Args:
+        q: (..., n_queries, d) with 1 <= d <= 256; any number of leading dimensions, none included.
+        k, v: (..., n_keys, d) with the leading dimensions of q.
+        dtypes: what the implementation computes in.
+
+    Returns:
+        q, k, v; under autocast in the autocast dtype (float64 stays, as in PyTorch's own autocast).
+
+    Raises:
+        TypeError: something that is no tensor; a dtype outside `dtypes`; mixed dtypes.
+        ValueError: mixed devices; fewer than two dimensions; shapes that do not belong together; d out of range.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+    device_type = q.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        autocast_dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (
+            x.to(autocast_dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
+        )
+
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"q, k and v have dtype {q.dtype}; allowed: {allowed}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"q, k and v must have at least two dimensions (..., n, d), got {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape (..., n_keys, d), got {shapes}")
+    if q.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"q, k and v must have the same leading dimensions, got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q, k and v must have the same head dim d, got {shapes}")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dim d must be between 1 and {MAX_HEAD_DIM}, got {shapes}")
+    return q, k, v
