@@ -1,0 +1,59 @@
+"""What this machine can run, and the marks and parameters that follow from it.
+
+Not a conftest.py: the course's own conftest may replace ours, and these names have to outlive it.
+"""
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+import torch
+
+from .adapters import get_flashattention_autograd_function_pytorch, get_flashattention_autograd_function_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NATIVE = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if NATIVE else "cpu")
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+INTERPRETER_BFLOAT16 = "the interpreter's bfloat16 tl.dot is garbage"
+
+
+def triton_missing_reason() -> str | None:
+    """Why no Triton kernel can run here, or None where one can."""
+    if not TRITON_INSTALLED:
+        return "Triton is not installed"
+    if not (NATIVE or INTERPRETED):
+        return "Triton needs a GPU, or TRITON_INTERPRET=1"
+    return None
+
+
+def compile_missing_reason() -> str | None:
+    """Why torch.compile cannot generate code here, or None where it can."""
+    if not NATIVE and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        return "torch.compile needs a C++ compiler on a CPU"
+    return None
+
+
+def skip_if(reason: str | None) -> None:
+    """Skips the running test where there is a reason to."""
+    if reason is not None:
+        pytest.skip(reason)
+
+
+needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+needs_triton = pytest.mark.skipif(triton_missing_reason() is not None, reason=triton_missing_reason() or "")
+
+# For tests of both Functions: `flash` is the name that `flash_function` takes.
+both_flash = pytest.mark.parametrize("flash", ["pytorch", pytest.param("triton", marks=needs_triton)])
+both_causal = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def flash_function(flash: str):
+    """The `.apply` of the Function with that name, `pytorch` or `triton`."""
+    get = {
+        "pytorch": get_flashattention_autograd_function_pytorch,
+        "triton": get_flashattention_autograd_function_triton,
+    }[flash]
+    return get().apply

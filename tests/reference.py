@@ -1,0 +1,157 @@
+"""Dense attention and its gradients by their closed formulas, and the error budget that every implementation keeps.
+
+Nothing here goes through autograd or through the code under test. Equation numbers are the course handout's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+TENSORS = ("o", "L", "dq", "dk", "dv")
+
+
+class Inputs(NamedTuple):
+    """What a forward and a backward take."""
+
+    q: Float[Tensor, "... queries d"]
+    k: Float[Tensor, "... keys d"]
+    v: Float[Tensor, "... keys d"]
+    dO: Float[Tensor, "... queries d"]
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """The same without a graph, in `dtype`; strides are kept where the dtype is the same."""
+        return Inputs(*(x.detach().to(dtype) for x in self))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one forward and backward gave; None where an implementation does not have it."""
+
+    o: Tensor
+    L: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call: q and dO (*leading, n_queries, d), k and v (*leading, n_keys, d)."""
+
+    leading: tuple[int, ...]
+    n_queries: int
+    n_keys: int
+    d: int
+
+    def __str__(self) -> str:
+        leading = "".join(f"{size}x" for size in self.leading)
+        return f"{leading}q{self.n_queries}-k{self.n_keys}-d{self.d}"
+
+    def draw(self, dtype: torch.dtype, device: torch.device, seed: int = 0, uniform: bool = False) -> Inputs:
+        """q, k, v and dO, normal or uniform in [0, 1), drawn on the CPU so that every machine gets the same."""
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.rand if uniform else torch.randn
+        lengths = (self.n_queries, self.n_keys, self.n_keys, self.n_queries)
+        return Inputs(*(draw(*self.leading, n, self.d, generator=generator).to(device, dtype) for n in lengths))
+
+
+def visible_keys(n_queries: int, n_keys: int, is_causal: bool, device: torch.device) -> Bool[Tensor, "queries keys"]:
+    """True where a query sees a key: everywhere, or where i >= j, counted from the top left."""
+    everywhere = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
+    return everywhere.tril() if is_causal else everywhere
+
+
+def dense_attention(inputs: Inputs, is_causal: bool, dtype: torch.dtype = torch.float64) -> Result:
+    """Attention and its gradients with every matrix held in `dtype`; in float64 the reference.
+
+    In a half dtype the softmax is taken in float32, as torch.softmax does, and L is float32.
+    """
+    q, k, v, dO = inputs.to(dtype)
+    statistics = torch.promote_types(dtype, torch.float32)
+    scale = q.shape[-1] ** -0.5
+    visible = visible_keys(q.shape[-2], k.shape[-2], is_causal, q.device)
+    S = ((q @ k.mT) * scale).masked_fill(~visible, float("-inf"))  # (4)
+    L = torch.logsumexp(S.to(statistics), dim=-1)  # (12); -inf where there is no key
+    P = torch.exp(S.to(statistics) - L[..., None]).to(dtype)  # (5)
+    dP = dO @ v.mT  # (8)
+    dS = P * (dP - (P * dP).sum(dim=-1, keepdim=True)) * scale  # (9), with the scale of (10) and (11)
+    return Result(o=P @ v, L=L, dq=dS @ k, dk=dS.mT @ q, dv=P.mT @ dO)
+
+
+def saved_log_sum_exps(o: Tensor) -> list[Tensor]:
+    """The tensors kept for backward that have one entry a query: there should be one, L."""
+    assert o.grad_fn is not None, "the output has no graph"
+    saved: tuple[Tensor, ...] = getattr(o.grad_fn, "saved_tensors", ())
+    return [x for x in saved if x is not None and x.shape == o.shape[:-1]]
+
+
+def run_attention(attention: Callable[..., Tensor], inputs: Inputs, is_causal: bool) -> Result:
+    """One forward and backward of `attention`, on leaves with the very strides of q, k and v."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    o = attention(q, k, v, is_causal)
+    assert o.shape == q.shape
+    saved = saved_log_sum_exps(o)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), inputs.dO)
+    return Result(o.detach(), saved[0] if len(saved) == 1 else None, dq, dk, dv)
+
+
+def largest_error(got: Tensor, exact: Tensor) -> float:
+    """Largest absolute error over the finite entries of `exact`; inf where an infinity is missing or extra.
+
+    NaN in `got` gives NaN or inf, which is within no budget.
+    """
+    assert got.shape == exact.shape, f"shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+    got, infinite = got.to(exact.dtype), exact.isinf()
+    if not torch.equal(torch.where(infinite, got, 0), torch.where(infinite, exact, 0)):
+        return float("inf")
+    error = torch.where(infinite, 0, got - exact).abs()
+    return error.max().item() if error.numel() else 0.0
+
+
+def largest_magnitude(x: Tensor) -> float:
+    """Largest absolute finite entry; 0 where there is none."""
+    finite = torch.where(x.isinf(), 0, x).abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def uncancelled_magnitude(inputs: Inputs) -> float:
+    """What a rounding of dq or dk is measured by where the exact gradient is all cancellation.
+
+    A query that sees one key has P = 1 and dS = scale (dP - delta) = 0, the difference of two equal numbers. Dense
+    attention computes both from the same dP and gets 0; FlashAttention takes delta from O, so a rounding of it is left.
+    """
+    q, k, v, dO = inputs.to(torch.float64)
+    dP = largest_magnitude(dO.abs() @ v.abs().mT)
+    return dP * q.shape[-1] ** -0.5 * max(largest_magnitude(q), largest_magnitude(k))
+
+
+def assert_within_budget(got: Result, inputs: Inputs, is_causal: bool, dtype: torch.dtype | None = None) -> None:
+    """Ruling 5: each error against float64 is at most 2x that of dense attention in the same dtype plus one rounding.
+
+    `dtype` is the one that the attention computes in, where that is not the inputs' (autocast). L is float32's even
+    where the inputs are half precision. Tensors that `got` lacks are not compared.
+    """
+    dtype = dtype or inputs.q.dtype
+    exact = dense_attention(inputs, is_causal)
+    dense = dense_attention(inputs, is_causal, dtype)
+    sees_one_key = inputs.k.shape[-2] == 1 or (is_causal and inputs.q.shape[-2] == 1)
+
+    over = []
+    for name in TENSORS:
+        value, truth = getattr(got, name), getattr(exact, name)
+        if value is None:
+            continue
+        error, dense_error = largest_error(value, truth), largest_error(getattr(dense, name), truth)
+        rounding = torch.finfo(torch.promote_types(dtype, torch.float32) if name == "L" else dtype).eps
+        magnitude = largest_magnitude(truth)
+        if sees_one_key and name in ("dq", "dk"):
+            magnitude = uncancelled_magnitude(inputs)
+        budget = 2 * dense_error + rounding * magnitude
+        # A budget that is not finite allows nothing: such inputs need an expectation of their own.
+        if not (error <= budget < float("inf")):
+            over.append(f"{name}: error {error:.3g}, budget {budget:.3g} (dense {dense_error:.3g})")
+    assert not over, "; ".join(over)

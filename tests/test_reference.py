@@ -1,0 +1,104 @@
+"""The reference and the budget are themselves right: a wrong result must not pass, and a right one must."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from .machine import both_causal
+from .reference import (
+    TENSORS,
+    Case,
+    Inputs,
+    Result,
+    assert_within_budget,
+    dense_attention,
+    largest_error,
+    run_attention,
+)
+
+CPU = torch.device("cpu")
+CASE = Case((2, 3), 9, 14, 8)
+
+
+@both_causal
+def test_reference_is_pytorch_math_attention(is_causal):
+    """Rulings 1 and 2: o and the gradients are those of PyTorch's own attention, top-left causal, in float64."""
+    inputs = CASE.draw(torch.float64, CPU)
+
+    def sdpa(q, k, v, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    expected = run_attention(sdpa, inputs, is_causal)
+    result = dense_attention(inputs, is_causal)
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
+
+
+def test_reference_log_sum_exp_is_natural():
+    """L is the natural logarithm: of n equal scores s it is s + ln n."""
+    q = torch.ones(3, 4)
+    result = dense_attention(Inputs(q, torch.ones(5, 4), torch.ones(5, 4), q), False)
+    assert result.L is not None
+    torch.testing.assert_close(result.L, torch.full((3,), 2.0).double() + torch.tensor(5.0).double().log())
+
+
+def test_reference_without_keys():
+    """Ruling 3: with no keys o = 0 and L = -inf, and dq = 0."""
+    result = dense_attention(Case((2,), 3, 0, 4).draw(torch.float32, CPU), True)
+    assert result.L is not None and result.dq is not None and result.dk is not None
+    assert torch.equal(result.o, torch.zeros(2, 3, 4).double())
+    assert torch.equal(result.L, torch.full((2, 3), float("-inf")).double())
+    assert torch.equal(result.dq, torch.zeros(2, 3, 4).double()) and result.dk.shape == (2, 0, 4)
+
+
+def correct_result(dtype: torch.dtype) -> tuple[Result, Inputs]:
+    inputs = CASE.draw(dtype, CPU)
+    return dense_attention(inputs, True, dtype), inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_budget_accepts_dense_attention(dtype):
+    """Dense attention in the dtype is within its own budget."""
+    result, inputs = correct_result(dtype)
+    assert_within_budget(result, inputs, True)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(
+    "wrong", [float("nan"), float("inf"), float("-inf"), None], ids=["nan", "inf", "minus-inf", "off"]
+)
+def test_budget_rejects_one_wrong_entry(name, wrong):
+    """NaN, an extra infinity, or an error of 1e-3 in one entry of any tensor is over budget."""
+    result, inputs = correct_result(torch.float32)
+    tensor = getattr(result, name).clone()
+    entry = (1, 2, 3)
+    tensor[entry] = tensor[entry] + 1e-3 if wrong is None else wrong
+    with pytest.raises(AssertionError, match=rf"^{name}: error"):
+        assert_within_budget(replace(result, **{name: tensor}), inputs, True)
+
+
+def test_budget_rejects_a_missing_infinity():
+    """L = -inf is expected where there is no key: a finite or NaN L there is over budget, whatever its size."""
+    inputs = Case((), 3, 0, 4).draw(torch.float32, CPU)
+    exact = dense_attention(inputs, False, torch.float32)
+    assert_within_budget(exact, inputs, False)
+    for wrong in (0.0, float("nan"), float("inf")):
+        with pytest.raises(AssertionError, match=r"^L: error"):
+            assert_within_budget(replace(exact, L=torch.full((3,), wrong)), inputs, False)
+
+
+def test_budget_rejects_the_other_causal_rule():
+    """Ruling 2: bottom-right alignment, the other rule in use, is over budget where lengths differ."""
+    inputs = CASE.draw(torch.float32, CPU)
+    bottom_right = torch.ones(9, 14, dtype=torch.bool).tril(diagonal=14 - 9)
+    o = F.scaled_dot_product_attention(*inputs[:3], attn_mask=bottom_right)
+    with pytest.raises(AssertionError, match=r"^o: error"):
+        assert_within_budget(Result(o, None, None, None, None), inputs, True)
+
+
+def test_wrong_shape_is_an_error():
+    """A result that would only broadcast against the reference is refused."""
+    with pytest.raises(AssertionError, match="shape"):
+        largest_error(torch.zeros(1, 4), torch.zeros(3, 4))
