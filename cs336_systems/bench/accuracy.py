@@ -1,0 +1,76 @@
+"""Correctness before speed: an implementation against a reference in float64, within an error budget."""
+
+import math
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.bench.workload import AttentionFunction, AttentionShape
+
+CHECK_BATCH = 2
+CHECK_LENGTH = 200  # a multiple of no tile size, so that ragged edges are checked too
+
+
+class WrongResultError(Exception):
+    """An implementation's output or gradients are further from the reference than the error budget allows."""
+
+
+def error_budget(dense: Float[Tensor, "..."], exact: Float[Tensor, "..."], dtype: torch.dtype) -> float:
+    """Largest absolute error allowed: 2·max|dense - exact| + eps(dtype)·max|exact|.
+
+    `dense` is the plain attention's result in `dtype`, `exact` the same in float64. The second term is one rounding of
+    `dtype`: without it an implementation would have to hit values that the dense one meets exactly by luck.
+    """
+    return 2 * max_error(dense, exact) + torch.finfo(dtype).eps * _largest(exact[exact.isfinite()])
+
+
+def max_error(actual: Float[Tensor, "..."], exact: Float[Tensor, "..."]) -> float:
+    """max|actual - exact| in float64; NaN where either holds a NaN, 0 where both are empty.
+
+    Equal infinities count as no error: L is -inf where a query sees no key.
+    """
+    if actual.shape != exact.shape:
+        raise WrongResultError(f"shape is {tuple(actual.shape)}, not {tuple(exact.shape)}")
+    return _largest(torch.where(actual == exact, 0.0, actual.double() - exact.double()))
+
+
+def _largest(values: Float[Tensor, "..."]) -> float:
+    return values.double().abs().max().item() if values.numel() else 0.0
+
+
+def attention_and_gradients(
+    function: AttentionFunction,
+    inputs: tuple[Float[Tensor, "... nq d"], Float[Tensor, "... nk d"], Float[Tensor, "... nk d"]],
+    dO: Float[Tensor, "... nq d"],
+    causal: bool,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """o, dq, dk and dv of `function` run in `dtype`."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs)
+    o = function(q, k, v, causal)
+    gradients = torch.autograd.grad(o, (q, k, v), dO.to(dtype))
+    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def require_correct(
+    function: AttentionFunction, reference: AttentionFunction, shape: AttentionShape, device: torch.device
+) -> None:
+    """Check o, dq, dk and dv at a small size of the dtype, head dim and mask of `shape`.
+
+    Raises WrongResultError naming each tensor that is off, by how much, and what the budget was. NaN never passes.
+    """
+    small = replace(shape, batch=CHECK_BATCH, n_queries=CHECK_LENGTH, n_keys=CHECK_LENGTH)
+    arguments = (small.inputs(device), small.output_gradient(device), small.causal)
+    exact = attention_and_gradients(reference, *arguments, torch.float64)
+    dense = attention_and_gradients(reference, *arguments, shape.dtype)
+    actual = attention_and_gradients(function, *arguments, shape.dtype)
+
+    complaints = []
+    for name, value in actual.items():
+        error, allowed = max_error(value, exact[name]), error_budget(dense[name], exact[name], shape.dtype)
+        if not error <= allowed < math.inf:  # a NaN compares as False, so it never passes
+            complaints.append(f"{name} is off by {error:.1e} where {allowed:.1e} is allowed")
+    if complaints:
+        raise WrongResultError(f"wrong at d {small.d}, length {CHECK_LENGTH}: {'; '.join(complaints)}")

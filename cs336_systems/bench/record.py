@@ -1,0 +1,231 @@
+"""One row per measurement: its schema, the environment it was measured in, and the JSONL file that keeps it."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from cs336_systems.bench.workload import PASSES, Pass
+
+Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+class RecordError(ValueError):
+    """A line of a JSONL file is no row; the message names the file, the line and what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a row was measured. `gpu` is the CPU's name on a CPU; what does not apply or is unknown is None."""
+
+    gpu: str
+    driver: str | None
+    torch: str
+    triton: str | None
+    commit: str | None
+    dirty: bool | None
+    float32_precision: str
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Environment":
+        on_gpu = device.type == "cuda"
+        commit, dirty = _commit()
+        return cls(
+            gpu=torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+            driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+            if on_gpu
+            else None,
+            torch=torch.__version__,
+            triton=_version("triton"),
+            commit=commit,
+            dirty=dirty,
+            float32_precision=torch.get_float32_matmul_precision(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One implementation, shape and pass, measured once. JSON writes `pass_` as "pass", and `variant` only if set."""
+
+    implementation: str
+    pass_: Pass
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+    d: int
+    dtype: str
+    causal: bool
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    tflops: float | None = None
+    memory_mib: float | None = None
+    predicted_memory_mib: float | None = None
+    status: Status
+    message: str | None = None
+    gpu: str
+    driver: str | None
+    torch: str
+    triton: str | None
+    commit: str | None
+    dirty: bool | None
+    float32_precision: str
+    time: str
+    variant: str | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes a row the same measurement when a sweep is started again; commit and time do not."""
+        return tuple(getattr(self, name) for name in _KEY_FIELDS)
+
+    def to_json(self) -> str:
+        """One line of strict JSON: a NaN or an infinity becomes null."""
+        values = {_to_key(name): _finite(value) for name, value in asdict(self).items()}
+        if values["variant"] is None:
+            del values["variant"]
+        return json.dumps(values, allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Row":
+        """The row that `to_json` wrote. Raises ValueError for JSON that is not strict or has another schema."""
+        values = json.loads(text, parse_constant=_refuse_constant)
+        if not isinstance(values, dict):
+            raise ValueError(f"a row is a JSON object, not {values!r}")
+        missing, unknown = _REQUIRED_KEYS - values.keys(), values.keys() - _REQUIRED_KEYS - {"variant"}
+        if missing or unknown:
+            raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
+        for name, allowed in (("pass", PASSES), ("status", STATUSES)):
+            if values[name] not in allowed:
+                raise ValueError(f"{name} is {values[name]!r}; allowed: {', '.join(allowed)}")
+        return cls(**{_to_field(key): value for key, value in values.items()})
+
+
+_KEY_FIELDS = (
+    *("implementation", "pass_", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal"),
+    *("gpu", "float32_precision", "variant"),
+)
+
+
+def _to_key(field: str) -> str:
+    return field.rstrip("_")
+
+
+def _to_field(key: str) -> str:
+    return "pass_" if key == "pass" else key  # `pass` is a reserved word in Python
+
+
+_REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - {"variant"}
+
+
+class RowFile:
+    """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
+
+    Opening mends a half-written last line, and keeps the last row where a key occurs twice. Any other line that is no
+    row raises RecordError, and the file stays as it is. `fresh` starts with an empty file.
+    """
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.path = path
+        self.rows: dict[tuple[object, ...], Row] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = b"" if fresh or not path.exists() else path.read_bytes()
+        for row in _parse(path, before):
+            self.rows.pop(row.key, None)  # so that the last one stands where it was written
+            self.rows[row.key] = row
+        if fresh or before != self._content():
+            self._rewrite()
+
+    def put(self, row: Row) -> None:
+        """Add the row, or let it replace the one with the same key; on disk when this returns."""
+        replaces = self.rows.pop(row.key, None) is not None
+        self.rows[row.key] = row
+        if replaces:
+            self._rewrite()
+            return
+        with self.path.open("ab") as file:
+            file.write(row.to_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _content(self) -> bytes:
+        return b"".join(row.to_json().encode() + b"\n" for row in self.rows.values())
+
+    def _rewrite(self) -> None:
+        beside = self.path.with_name(self.path.name + ".new")
+        beside.write_bytes(self._content())
+        beside.replace(self.path)  # atomic: there is never a moment without the old rows or the new
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file, the last one per key, the file left alone. Raises RecordError like RowFile."""
+    return list({row.key: row for row in _parse(path, path.read_bytes())}.values())
+
+
+def _parse(path: Path, content: bytes) -> Iterator[Row]:
+    *lines, unfinished = content.split(b"\n")
+    for number, line in enumerate([*lines, unfinished], start=1):
+        if not line.strip():
+            continue
+        try:
+            yield Row.from_json(line)
+        except ValueError as error:
+            if number > len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                return  # the process died while it wrote this one
+            raise RecordError(f"{path}, line {number} is not a benchmark row: {error}") from error
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not strict JSON")
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit and whether files differ from it, or GIT_COMMIT and None where the project is no git checkout."""
+    root = Path(__file__).resolve().parents[2]
+    git = ("git", "-C", str(root))
+    # Installed into a virtual environment, the package may lie inside another project's checkout.
+    if _output(*git, "rev-parse", "--show-prefix") == "" and (commit := _output(*git, "rev-parse", "HEAD")):
+        # Results land in runs/ while a sweep is under way: they do not make the code another one.
+        return commit, bool(_output(*git, "status", "--porcelain", "--", ".", ":!runs"))
+    return os.environ.get("GIT_COMMIT"), None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

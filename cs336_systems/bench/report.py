@@ -1,0 +1,164 @@
+"""Rows -> one table, for the console (rich) and for Markdown, with the method and the environment under it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from cs336_systems.bench.record import Row
+
+# What tells one line of a table from another. The first three are always columns, the others where they vary;
+# what does not vary is said under the table.
+_ALWAYS = ("d", "length", "pass")
+_LINE_KEYS: dict[str, Callable[[Row], object]] = {
+    "dtype": lambda row: row.dtype,
+    "causal": lambda row: "yes" if row.causal else "no",
+    "batch": lambda row: row.batch,
+    "heads": lambda row: row.heads,
+    "d": lambda row: row.d,
+    "length": lambda row: row.n_queries if row.n_queries == row.n_keys else f"{row.n_queries} x {row.n_keys}",
+    "pass": lambda row: row.pass_,
+    "float32 matmul precision": lambda row: row.float32_precision,
+}
+_PRECISIONS = {
+    "highest": "highest (no TF32)",
+    "high": "high (TF32 used)",
+    "medium": "medium (TF32 or bfloat16 used)",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are printed, and the notes that stand under them."""
+
+    title: str
+    headers: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def to_markdown(self) -> str:
+        """The table in GitHub's Markdown: numbers to the right, notes as a list below."""
+        head = [_markdown_line(self.headers), _markdown_line(["---:"] * len(self.headers))]
+        body = [_markdown_line(line) for line in self.lines]
+        notes = [f"- {_one_line(note)}" for note in self.notes]
+        return "\n".join([f"# {_one_line(self.title)}", "", *head, *body, "", *notes, ""])
+
+    def print(self, console: Console) -> None:
+        """The same table on the console."""
+        table = RichTable(title=escape(self.title))
+        for header in self.headers:
+            table.add_column(escape(header), justify="right")
+        for line in self.lines:
+            table.add_row(*map(escape, line))
+        # A number cut short is worse than a line that runs over: never narrower than the longest word of each column.
+        readable = Console(width=10_000).measure(table).minimum
+        table.width = readable if readable > console.width else None
+        console.print(table, crop=False)
+        for note in self.notes:
+            console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def comparison(
+    rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
+) -> Table:
+    """One line per workload and pass, the implementations `names` side by side with their speed-up over `baseline`.
+
+    `method` are the notes on how it was measured; the constants of the grid, the spread, what rows have to say and the
+    environment follow by themselves.
+    """
+    rows = list(rows)
+    varying = [name for name, value in _LINE_KEYS.items() if name in _ALWAYS or len({value(row) for row in rows}) > 1]
+    lines: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault(tuple(_LINE_KEYS[name](row) for name in varying), {})[row.implementation] = row
+
+    headers = [*varying, *(f"{name} ms" for name in names), *(f"{name} TFLOP/s" for name in names)]
+    headers += [f"{name} speed-up" for name in names if name != baseline]
+    headers += [f"{name} {what} MiB" for name in names for what in ("measured", "predicted")]
+    cells = []
+    for key, by_name in lines.items():
+        found = [by_name.get(name) for name in names]
+        line = [*map(str, key), *map(_time, found), *(_tflops(row) for row in found)]
+        line += [_speed_up(by_name.get(name), by_name.get(baseline)) for name in names if name != baseline]
+        line += [cell for row in found for cell in _memory(row)]
+        cells.append(line)
+    notes = [_constants(rows, varying), *method, _spread(rows), *_messages(rows), *_environments(rows)]
+    return Table(title, headers, cells, [note for note in notes if note])
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return _fixed(row.median_ms, 3) if row.status == "ok" else {"oom": "OOM"}.get(row.status, row.status)
+
+
+def _memory(row: Row | None) -> tuple[str, str]:
+    return ("-", "-") if row is None else (_fixed(row.memory_mib, 1), _fixed(row.predicted_memory_mib, 1))
+
+
+def _tflops(row: Row | None) -> str:
+    return "-" if row is None or row.tflops is None else f"{row.tflops:.3g}"
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _speed_up(row: Row | None, baseline: Row | None) -> str:
+    if not (row and baseline and row.median_ms and baseline.median_ms):
+        return "-"
+    return f"{baseline.median_ms / row.median_ms:.2f}x"
+
+
+def _constants(rows: Sequence[Row], varying: Sequence[str]) -> str:
+    constants = [name for name in ("dtype", "causal", "batch", "heads") if name not in varying]
+    return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for row in rows[:1] for name in constants)
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    """How far the times can be trusted: throttling clocks or a busy machine show here."""
+    spreads = sorted(
+        100 * (row.p80_ms - row.p20_ms) / row.median_ms
+        for row in rows
+        if row.median_ms and row.p20_ms is not None and row.p80_ms is not None
+    )
+    if not spreads:
+        return ""
+    middle = spreads[len(spreads) // 2]
+    return (
+        "Spread, from the 20th to the 80th percentile of a row's passes, over the median: "
+        f"{middle:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst; each row has its own in the JSONL."
+    )
+
+
+def _messages(rows: Sequence[Row]) -> list[str]:
+    """What rows have to say, each text once with where it was said."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        if row.message:
+            where = ", ".join(f"{name} {_LINE_KEYS[name](row)}" for name in _ALWAYS)
+            places.setdefault(f"{row.implementation}, {row.status}: {row.message}", []).append(where)
+    return [
+        f"{text} ({where[0]}{f', and {len(where) - 1} more' if where[1:] else ''})" for text, where in places.items()
+    ]
+
+
+def _environments(rows: Sequence[Row]) -> list[str]:
+    """One line for each environment in which rows were measured: a sweep that went on later may have had several."""
+    lines = (
+        f"Measured on {row.gpu}, driver {row.driver or 'none'}, torch {row.torch}, triton {row.triton or 'none'}, "
+        f"commit {row.commit or 'unknown'}{' with local changes' if row.dirty else ''}, float32 matmul precision "
+        f"{_PRECISIONS.get(row.float32_precision, row.float32_precision)}."
+        for row in rows
+    )
+    return list(dict.fromkeys(lines))
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(_one_line(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,192 @@
+"""A grid of shapes x implementations x passes, measured into a JSONL file that a later run continues."""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cs336_systems.bench.accuracy import require_correct
+from cs336_systems.bench.compilation import watched
+from cs336_systems.bench.measure import Budget, available_bytes, memory_before_backward, release_memory, time_pass
+from cs336_systems.bench.record import Environment, Row, RowFile, Status, now
+from cs336_systems.bench.workload import MIB, AttentionFunction, AttentionShape, Implementation, Pass
+
+FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom", "skipped", "unsupported"})  # "error" is tried again
+OUT_OF_MEMORY_TEXTS = ("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+LONGEST_MESSAGE = 300
+
+
+class DeviceLostError(RuntimeError):
+    """The GPU has failed for good (an illegal access, say): nothing measured after it would mean anything."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be measured."""
+
+    implementation: Implementation
+    shape: AttentionShape
+    pass_: Pass
+
+    def __str__(self) -> str:
+        s = self.shape
+        length = s.n_queries if s.n_queries == s.n_keys else f"{s.n_queries} x {s.n_keys}"
+        return f"{self.implementation.name} {self.pass_}, d {s.d}, length {length}, {s.dtype_name}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure. `reference` is the plain attention that each implementation has to agree with first."""
+
+    implementations: Sequence[Implementation]
+    shapes: Sequence[AttentionShape]
+    passes: Sequence[Pass]
+    reference: AttentionFunction
+    device: torch.device
+    budget: Budget = field(default_factory=Budget)
+
+    @property
+    def cases(self) -> list[Case]:
+        """Implementations next to one another, so that drifting clocks meet them alike."""
+        return [Case(i, s, p) for s in self.shapes for p in self.passes for i in self.implementations]
+
+    def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
+        """Measure what `path` does not hold yet, and return the sweep's rows in the order of `cases`.
+
+        Raises RecordError for a file that holds something else, and DeviceLostError, the row recorded, where the GPU
+        fails for good.
+        """
+        console = console or Console()
+        environment = Environment.capture(self.device)
+        file = RowFile(path, fresh)
+        keys = {case: self._row(case, environment, status="error").key for case in self.cases}
+        todo = [case for case, key in keys.items() if key not in file.rows or not _is_final(file.rows[key])]
+        if len(todo) < len(keys):
+            console.print(f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again.")
+
+        checked: set[tuple[object, ...]] = set()
+        baseline = release_memory(self.device)
+        with _progress(console) as progress:
+            task, start = progress.add_task("", total=len(todo)), time.monotonic()
+            for done, case in enumerate(todo, start=1):
+                progress.update(task, description=str(case))
+                found = self._measure(case, checked)
+                lost = self._release(baseline, found)
+                row = self._row(case, environment, **found)
+                file.put(row)
+                left = (time.monotonic() - start) / done * (len(todo) - done)
+                line = f"[{done}/{len(todo)}, {left:.0f} s left] {case}: {_result(row)}"
+                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                progress.advance(task)
+                if lost:
+                    raise DeviceLostError(f"the sweep ends at {case}: {lost}; the rows are in {path}")
+        return [file.rows[key] for key in keys.values()]
+
+    def _row(self, case: Case, environment: Environment, **measured: Any) -> Row:
+        shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
+        predicted = case.shape.bytes_before_backward(case.implementation.saved_score_matrices)
+        return Row(
+            implementation=case.implementation.name,
+            pass_=case.pass_,
+            **shape,
+            predicted_memory_mib=predicted / MIB,
+            **measured,
+            **asdict(environment),
+            time=now(),
+        )
+
+    def _measure(self, case: Case, checked: set[tuple[object, ...]]) -> dict[str, Any]:
+        """The fields of the row that are measured: what was found out before a failure is kept."""
+        implementation, shape = case.implementation, case.shape
+        if reason := implementation.unsupported_reason(self.device, shape.dtype):
+            return {"status": "unsupported", "message": reason}
+        needed = shape.peak_bytes(implementation.saved_score_matrices)
+        if self.device.type == "cpu" and needed > (available := available_bytes()):
+            return {"status": "skipped", "message": f"needs {_gib(needed)}, available are {_gib(available)}"}
+
+        found: dict[str, Any] = {}
+        try:
+            check = (implementation.name, shape.heads, shape.d, shape.dtype, shape.causal)
+            if check not in checked:
+                with watched(implementation.compiled):
+                    require_correct(implementation.function, self.reference, shape, self.device)
+                checked.add(check)
+            with watched(implementation.compiled) as watch:
+                memory = memory_before_backward(implementation.function, shape, self.device)
+                found["memory_mib"] = memory / MIB
+                watch.warm()
+                timing = time_pass(implementation.function, shape, case.pass_, self.device, self.budget)
+                watch.check_no_recompile()
+            tflops = shape.flops(case.pass_) / timing.median_ms / 1e9
+            found |= {"status": "ok", "message": watch.note, "tflops": tflops, **asdict(timing)}
+        except Exception as error:
+            # Only texts leave this block: the exception holds the frames, and they hold the row's tensors.
+            found["status"], found["message"] = classify(error)
+        return found
+
+    def _release(self, baseline: int, found: dict[str, Any]) -> str | None:
+        """Bring memory back to `baseline` before the next row, and note in this row's fields where that fails.
+
+        Returns what happened where the GPU can no longer be used at all.
+        """
+        gc.collect()
+        try:
+            held = release_memory(self.device) - baseline
+        except RuntimeError as error:
+            lost = f"the GPU failed for good: {_first_line(error)}"
+            reason = found.get("message")
+            found.clear()
+            found |= {"status": "error", "message": f"{reason}; {lost}" if reason else lost}
+            return lost
+        if held > MIB:
+            note = f"{held / MIB:.1f} MiB stayed allocated after it"
+            found["message"] = f"{found['message']}; {note}" if found.get("message") else note
+        return None
+
+
+def classify(error: BaseException) -> tuple[Status, str]:
+    """Status and message of a row that failed.
+
+    Out of memory is torch.OutOfMemoryError, or a RuntimeError with CUDA's or Triton's own text, and nothing else. A
+    kernel that wants more shared memory than the GPU has (Triton's OutOfResources) is unsupported there.
+    """
+    text = str(error)
+    status: Status = "error"
+    if "out of resource: shared memory" in text:
+        status = "unsupported"
+    elif isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(known in text for known in OUT_OF_MEMORY_TEXTS)
+    ):
+        status = "oom"
+    return status, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _is_final(row: Row) -> bool:
+    return row.status in FINAL_STATUSES
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:LONGEST_MESSAGE]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _result(row: Row) -> str:
+    result = f"{row.median_ms:.3f} ms" if row.median_ms is not None else row.status
+    return f"{result} ({row.message})" if row.message else result
+
+
+def _progress(console: Console) -> Progress:
+    """A live bar with the time left; nothing but the lines of finished rows where the output is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    )

@@ -1,0 +1,123 @@
+"""One attention workload: its inputs, and what its equations say about FLOPs, bytes and memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Pass = Literal["forward", "backward", "forward_backward"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+LARGEST_HEAD_DIM = 256
+MIB = 2**20
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+# The backward has five matrix products (S, dP, dV, dQ, dK) where the forward has two (S, O).
+FLOPS_OVER_FORWARD: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
+FLOPS_METHOD = (
+    "FLOPs: forward 4·B·H·n_queries·n_keys·d, halved when causal; backward 2.5 times, forward_backward 3.5 times that."
+)
+
+# What dense attention holds beside the saved matrices at the worst moment of its backward: dP, dS and one temporary.
+WORKING_SCORE_MATRICES = 3
+
+
+def require_between(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raises ValueError, naming what came and what is allowed, for a `value` outside least..most."""
+    if value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} is {value}; allowed is {allowed}")
+
+
+class Implementation(Protocol):
+    """What a benchmark needs to know of an attention function (q, k, v, is_causal) -> o."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def function(self) -> AttentionFunction: ...
+    @property
+    def compiled(self) -> bool:
+        """Whether `function` claims to be compiled by torch.compile; the sweep then verifies it."""
+        ...
+
+    @property
+    def saved_score_matrices(self) -> int:
+        """How many (n_queries, n_keys) matrices per head it keeps for its backward."""
+        ...
+
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of q (batch, heads, n_queries, d) over k and v (batch, heads, n_keys, d).
+
+    Raises ValueError for a size below 1, d above LARGEST_HEAD_DIM, or a dtype that is not in DTYPES.
+    """
+
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+    d: int
+    dtype: torch.dtype
+    causal: bool
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "n_queries", "n_keys"):
+            require_between(name, getattr(self, name), 1)
+        require_between("d", self.d, 1, LARGEST_HEAD_DIM)
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype is {self.dtype}; allowed are {', '.join(DTYPES)}")
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def inputs(
+        self, device: torch.device, seed: int = 0
+    ) -> tuple[Float[Tensor, "b h nq d"], Float[Tensor, "b h nk d"], Float[Tensor, "b h nk d"]]:
+        """q, k and v, standard normal, requiring gradients; the same values for the same seed and kind of device."""
+        generator = torch.Generator(device).manual_seed(seed)
+        q, k, v = (self._normal(n, device, generator) for n in (self.n_queries, self.n_keys, self.n_keys))
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+    def output_gradient(self, device: torch.device, seed: int = 1) -> Float[Tensor, "b h nq d"]:
+        """dO, standard normal."""
+        return self._normal(self.n_queries, device, torch.Generator(device).manual_seed(seed))
+
+    def _normal(self, n: int, device: torch.device, generator: torch.Generator) -> Float[Tensor, "b h n d"]:
+        return torch.randn(self.batch, self.heads, n, self.d, device=device, dtype=self.dtype, generator=generator)
+
+    def flops(self, pass_: Pass) -> float:
+        """Floating-point operations of one pass, as FLOPS_METHOD states."""
+        dense = 4 * self.batch * self.heads * self.n_queries * self.n_keys * self.d
+        return FLOPS_OVER_FORWARD[pass_] * dense / (2 if self.causal else 1)
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of q, k, v and o."""
+        return self.batch * self.heads * 2 * (self.n_queries + self.n_keys) * self.d * self.dtype.itemsize
+
+    @property
+    def score_matrix_bytes(self) -> int:
+        """Bytes of one (n_queries, n_keys) matrix for every batch element and head."""
+        return self.batch * self.heads * self.n_queries * self.n_keys * self.dtype.itemsize
+
+    def bytes_before_backward(self, saved_score_matrices: int) -> int:
+        """Bytes alive between forward and backward, s being `saved_score_matrices` and e the bytes of an element:
+
+        B·H·(2·(n_queries + n_keys)·d·e + 4·n_queries + s·n_queries·n_keys·e)   (q, k, v, o; L; score matrices)
+        """
+        log_sum_exp = 4 * self.batch * self.heads * self.n_queries
+        return self.io_bytes + log_sum_exp + saved_score_matrices * self.score_matrix_bytes
+
+    def peak_bytes(self, saved_score_matrices: int) -> int:
+        """Bytes at the worst moment of the backward: the above, dq, dk, dv and dO, and a dense one's temporaries."""
+        working = WORKING_SCORE_MATRICES * self.score_matrix_bytes if saved_score_matrices else 0
+        return self.bytes_before_backward(saved_score_matrices) + self.io_bytes + working
