@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_basics.modules import scaled_dot_product_attention
+from cs336_systems.flash_pytorch import FlashAttention2Pytorch
+from cs336_systems.flash_triton import FlashAttention2Triton, is_interpreted
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -42,3 +44,62 @@ class Implementation:
             allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in self.dtypes))
             return f"{self.name} takes {allowed}, not {str(dtype).removeprefix('torch.')}"
         return None
+
+
+def naive_attention(
+    q: Float[Tensor, "... n_queries d"],
+    k: Float[Tensor, "... n_keys d"],
+    v: Float[Tensor, "... n_keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... n_queries d"]:
+    """softmax(Q K^T / sqrt(d)) V with all scores in memory; causal: query i sees key j where i >= j."""
+    mask = None
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return scaled_dot_product_attention(q, k, v, mask)
+
+
+# One shape, one graph: a benchmark resets the compiler between shapes instead of letting it generalise over them.
+compiled_attention = torch.compile(naive_attention, fullgraph=True, dynamic=False)
+
+
+def flash_pytorch_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return FlashAttention2Pytorch.apply(q, k, v, is_causal)
+
+
+def flash_triton_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return FlashAttention2Triton.apply(q, k, v, is_causal)
+
+
+ATTENTION: dict[str, Implementation] = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation(
+            name="naive",
+            function=naive_attention,
+            description="softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another",
+            dtypes=HALF_AND_FLOAT | {torch.float64},
+            saved_score_matrices=2,
+        ),
+        Implementation(
+            name="compiled",
+            function=compiled_attention,
+            description="the naive attention under torch.compile",
+            dtypes=HALF_AND_FLOAT | {torch.float64},
+            compiled=True,
+            saved_score_matrices=1,
+        ),
+        Implementation(
+            name="flash_pytorch",
+            function=flash_pytorch_attention,
+            description="FlashAttention-2 tile by tile in plain PyTorch",
+            dtypes=HALF_AND_FLOAT | {torch.float64},
+        ),
+        Implementation(
+            name="flash_triton",
+            function=flash_triton_attention,
+            description="FlashAttention-2 in Triton, forward and backward",
+            needs_gpu=not is_interpreted(),
+        ),
+    )
+}

@@ -1,0 +1,43 @@
+"""The assignment's first backward: attention recomputed densely, in plain PyTorch under torch.compile.
+
+One step before the tiled backward: the forward no longer keeps P, but this backward makes the whole (n_queries, n_keys)
+matrix again. It is kept as a rung of the ladder that shows what the Triton backward is worth.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def dense_backward(
+    q: Float[Tensor, "... n_queries d"],
+    k: Float[Tensor, "... n_keys d"],
+    v: Float[Tensor, "... n_keys d"],
+    o: Float[Tensor, "... n_queries d"],
+    dO: Float[Tensor, "... n_queries d"],
+    L: Float[Tensor, "... n_queries"],
+    is_causal: bool,
+) -> tuple[Float[Tensor, "... n_queries d"], Float[Tensor, "... n_keys d"], Float[Tensor, "... n_keys d"]]:
+    """dq, dk, dv by equations 13 to 19, without tiles (their text: `flash_pytorch.flash_backward`).
+
+    Args:
+        q, k, v, o, dO, L: inputs, output, output's gradient and log-sum-exp (natural logarithm) of the forward.
+        is_causal: query i sees key j where i >= j.
+    """
+    scale = q.shape[-1] ** -0.5
+    delta = (dO.float() * o.float()).sum(-1, keepdim=True)
+    S = scale * (q @ k.mT).float()  # (13)
+    if is_causal:
+        queries = torch.arange(q.shape[-2], device=q.device)
+        keys = torch.arange(k.shape[-2], device=q.device)
+        S = S.masked_fill(queries[:, None] < keys, -math.inf)
+    P = torch.exp(S - L[..., None])  # (14)
+    dv = P.to(q.dtype).mT @ dO  # (15)
+    dP = (dO @ v.mT).float()  # (16)
+    dS = (scale * P * (dP - delta)).to(q.dtype)  # (17)
+    return dS @ k, dS.mT @ q, dv  # (18), (19)
+
+
+compiled_dense_backward = torch.compile(dense_backward)

@@ -1,0 +1,267 @@
+"""FlashAttention-2 on Triton kernels: argument checks, launches as custom ops, and the autograd Functions.
+
+The way of a call: `FlashAttention2Triton.apply` -> a custom op -> `_launch` with a tile from `kernels.tiles` -> the
+kernel. The custom ops are opaque to torch.compile, so a compiled model keeps them in one graph.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.dense_backward import compiled_dense_backward
+from cs336_systems.inputs import attention_inputs
+from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+
+try:
+    import triton
+
+    from cs336_systems.kernels import backward as backward_kernels
+    from cs336_systems.kernels import forward as forward_kernels
+    from cs336_systems.kernels.primitives import Strided
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "triton":
+        raise
+    triton = None
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+MAX_PROGRAMS = 2**31 - 1
+
+Queries = Float[Tensor, "... n_queries d"]
+Keys = Float[Tensor, "... n_keys d"]
+PerQuery = Float[Tensor, "... n_queries"]
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was imported."""
+    return triton is not None and not isinstance(forward_kernels.flash_forward_kernel, triton.JITFunction)
+
+
+@lru_cache
+def _gpu(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
+
+
+def _tiles(x: Tensor) -> Tiles:
+    """The tiles for tensors like x, once it is sure that the kernels can run on its device.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+        ValueError: CPU tensors without the interpreter, or a device that is no GPU.
+        TypeError: a dtype that the device has no instructions for.
+    """
+    if triton is None:
+        raise RuntimeError(
+            "FlashAttention2Triton needs Triton, which is not installed here (it exists for Linux only); "
+            "FlashAttention2Pytorch computes the same without it"
+        )
+    if x.is_cuda:
+        return pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
+    if x.device.type != "cpu" or not is_interpreted():
+        raise ValueError(
+            f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
+            "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
+        )
+    if x.dtype == torch.bfloat16:
+        raise TypeError(
+            f"got {x.dtype} on the CPU, where the matmul of Triton's interpreter is wrong in that dtype; allowed "
+            "there: torch.float16, torch.float32"
+        )
+    return INTERPRETER
+
+
+def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
+    """x with its leading dimensions as batch and heads: a view wherever the strides allow one."""
+    if x.ndim == 2:
+        return x[None, None]
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """An uninitialised tensor of x's shape, in x's memory order where x is dense; `_as_4d` of it is a view."""
+    return torch.empty_like(_as_4d(x)).view(x.shape)
+
+
+def _strided(*tensors: Float[Tensor, "... n d"]) -> "list[Strided]":
+    return [Strided(x, *x.stride()) for x in map(_as_4d, tensors)]
+
+
+def _input_precision(x: Tensor) -> str:
+    """How `tl.dot` multiplies float32: without TF32 unless the user asked PyTorch for it."""
+    asked = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if asked and (not x.is_cuda or _gpu(x.device).has_tf32) else "ieee"
+
+
+def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, *tensors, **arguments) -> None:
+    """Run one program of the kernel for every `tile_size` rows of every head of `rows`, on their device."""
+    n_batch_heads = math.prod(rows.shape[:-2])
+    n_programs = n_batch_heads * triton.cdiv(rows.shape[-2], tile_size)
+    if n_programs > MAX_PROGRAMS:
+        raise ValueError(f"shape {tuple(rows.shape)} takes {n_programs} programs; a launch has at most {MAX_PROGRAMS}")
+    if n_programs == 0:
+        return
+    with torch.cuda.device_of(rows):
+        kernel[(n_programs,)](
+            *tensors,
+            n_heads=rows.shape[-3] if rows.ndim > 2 else 1,
+            n_batch_heads=n_batch_heads,
+            D=rows.shape[-1],
+            D_TILE_SIZE=padded_head_dim(rows.shape[-1]),
+            Q_TILE_SIZE=tile.q_tile_size,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **arguments,
+        )
+
+
+def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> dict[str, Any]:
+    """What the three kernels that go over tiles of S have in common."""
+    return {
+        "n_queries": q.shape[-2],
+        "n_keys": k.shape[-2],
+        "scale": q.shape[-1] ** -0.5,
+        "K_TILE_SIZE": tile.k_tile_size,
+        "IS_CAUSAL": is_causal,
+        "INPUT_PRECISION": _input_precision(q),
+        "HEAD_GROUP": tile.head_group,
+    }
+
+
+def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
+    """Algorithm 1: o, and L in float32 (natural logarithm)."""
+    tile = tile or _tiles(q).forward
+    o, L = _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    arguments = _attention_arguments(tile, q, k, is_causal)
+    _launch(forward_kernels.flash_forward_kernel, tile, q, tile.q_tile_size, *_strided(q, k, v, o), L, **arguments)
+    return o, L
+
+
+def launch_delta(o: Queries, dO: Queries, L: PerQuery, tile: Tile | None = None) -> tuple[PerQuery, PerQuery]:
+    """Algorithm 2, line 2: delta; and log2(e) · L."""
+    tile = tile or _tiles(o).delta
+    delta, L_log2e = torch.empty_like(L), torch.empty_like(L)
+    kernel = backward_kernels.flash_backward_delta_kernel
+    _launch(kernel, tile, o, tile.q_tile_size, *_strided(o, dO), L, delta, L_log2e, n_queries=o.shape[-2])
+    return delta, L_log2e
+
+
+def launch_dk_dv(
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_log2e: PerQuery, delta: PerQuery, is_causal: bool,
+    tile: Tile | None = None,
+) -> tuple[Keys, Keys]:  # fmt: skip
+    """Algorithm 2 without line 16: dk and dv."""
+    tile = tile or _tiles(q).dk_dv
+    dk, dv = _empty_like(k), _empty_like(v)
+    tensors = *_strided(q, k, v, dO, dk, dv), L_log2e, delta
+    arguments = _attention_arguments(tile, q, k, is_causal)
+    _launch(backward_kernels.flash_backward_dk_dv_kernel, tile, k, tile.k_tile_size, *tensors, **arguments)
+    return dk, dv
+
+
+def launch_dq(
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_log2e: PerQuery, delta: PerQuery, is_causal: bool,
+    tile: Tile | None = None,
+) -> Queries:  # fmt: skip
+    """Algorithm 2 with its loops exchanged: dq, line 16."""
+    tile = tile or _tiles(q).dq
+    dq = _empty_like(q)
+    tensors = *_strided(q, k, v, dO, dq), L_log2e, delta
+    arguments = _attention_arguments(tile, q, k, is_causal)
+    _launch(backward_kernels.flash_backward_dq_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
+    return dq
+
+
+@torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    return launch_forward(q, k, v, is_causal)
+
+
+@_forward.register_fake
+def _(q, k, v, is_causal):
+    return _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("cs336_systems::flash_delta", mutates_args=())
+def _delta(o: Tensor, dO: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    return launch_delta(o, dO, L)
+
+
+@_delta.register_fake
+def _(o, dO, L):
+    return torch.empty_like(L), torch.empty_like(L)
+
+
+@torch.library.custom_op("cs336_systems::flash_dk_dv", mutates_args=())
+def _dk_dv(
+    q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_log2e: Tensor, delta: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    return launch_dk_dv(q, k, v, dO, L_log2e, delta, is_causal)
+
+
+@_dk_dv.register_fake
+def _(q, k, v, dO, L_log2e, delta, is_causal):
+    return _empty_like(k), _empty_like(v)
+
+
+@torch.library.custom_op("cs336_systems::flash_dq", mutates_args=())
+def _dq(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_log2e: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
+    return launch_dq(q, k, v, dO, L_log2e, delta, is_causal)
+
+
+@_dq.register_fake
+def _(q, k, v, dO, L_log2e, delta, is_causal):
+    return _empty_like(q)
+
+
+class FlashAttention2Triton(torch.autograd.Function):
+    """`FlashAttention2Triton.apply(q, k, v, is_causal=False) -> o`, differentiable once.
+
+    q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
+    For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
+    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises.
+
+    Raises:
+        TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `_tiles` say.
+        RuntimeError: Triton is not installed.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        q, k, v = attention_inputs(q, k, v, DTYPES)
+        o, L = _forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, L)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dO):
+        q, k, v, o, L = ctx.saved_tensors
+        needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
+        delta, L_log2e = _delta(o, dO, L)
+        dq = dk = dv = None
+        if needs_dk or needs_dv:
+            dk, dv = _dk_dv(q, k, v, dO, L_log2e, delta, ctx.is_causal)
+        if needs_dq:
+            dq = _dq(q, k, v, dO, L_log2e, delta, ctx.is_causal)
+        return dq, dk if needs_dk else None, dv if needs_dv else None, None
+
+
+class FlashAttention2TritonDenseBackward(torch.autograd.Function):
+    """The step before `FlashAttention2Triton`: its forward, and a backward that recomputes attention densely.
+
+    `.apply(q, k, v, is_causal=False) -> o`, inputs and errors as there; the backward takes memory O(n_queries·n_keys).
+    """
+
+    forward = FlashAttention2Triton.forward
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dO):
+        return *compiled_dense_backward(*ctx.saved_tensors[:4], dO, ctx.saved_tensors[4], ctx.is_causal), None

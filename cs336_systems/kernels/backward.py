@@ -1,0 +1,219 @@
+"""Algorithm 2 of FlashAttention-2: the backward pass in three kernels, none of which needs atomics.
+
+`flash_backward_delta_kernel` computes delta (line 2). `flash_backward_dk_dv_kernel` owns one key tile per program and
+walks over the queries that see it; `flash_backward_dq_kernel` owns one query tile and walks over the keys it sees, with
+the loops of Algorithm 2 exchanged. Both recompute P and dP, seven matmuls in all instead of five; in return every
+output tile has one writer, and gradients are bit-equal from run to run.
+
+As in the forward pass, exponentials are in base 2: P = exp2(log2(e) · S - log2(e) · L). The factor `scale` of dS (17) is
+common to all of dK and dQ and is applied once, to the finished sums.
+"""
+
+import triton
+import triton.language as tl
+
+from cs336_systems.kernels.primitives import (
+    LOG2_E,
+    assigned_tile,
+    head_of,
+    load_tile,
+    store_tile,
+    visible,
+    visible_keys,
+    visible_queries,
+)
+
+
+@triton.jit
+def flash_backward_delta_kernel(
+    o,
+    dO,
+    L_ptr,
+    delta_ptr,
+    L_log2e_ptr,
+    n_heads,
+    n_batch_heads,
+    n_queries,
+    D: tl.constexpr,
+    D_TILE_SIZE: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+):
+    """Line 2, delta = row sum of dO ∘ O; and log2(e) · L, so that the next two kernels need not form it for every tile."""
+    tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
+    i = tile * Q_TILE_SIZE
+    o_i = load_tile(o, head_of(o, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    dO_i = load_tile(dO, head_of(dO, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
+
+    rows = i + tl.arange(0, Q_TILE_SIZE)
+    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
+    L_i = tl.load(L_ptr + first_row + rows, mask=rows < n_queries, other=0.0)
+    tl.store(delta_ptr + first_row + rows, delta_i, mask=rows < n_queries)
+    tl.store(L_log2e_ptr + first_row + rows, L_i * LOG2_E, mask=rows < n_queries)
+
+
+@triton.jit
+def flash_backward_dk_dv_kernel(
+    q,
+    k,
+    v,
+    dO,
+    dk,
+    dv,
+    L_log2e_ptr,
+    delta_ptr,
+    n_heads,
+    n_batch_heads,
+    n_queries,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    D_TILE_SIZE: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEAD_GROUP: tl.constexpr,
+):
+    """dK and dV of the keys j, …, j + K_TILE_SIZE - 1 of one head."""
+    # Causal work shrinks with the key index: the first tile is the longest and goes first.
+    tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
+    j = tile * K_TILE_SIZE  # line 6
+
+    k_j = load_tile(k, head_of(k, batch, head), j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)  # line 7
+    v_j = load_tile(v, head_of(v, batch, head), j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)
+    dk_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)  # line 8
+    dv_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
+
+    # line 9: query tiles on the diagonal; whole ones that see every key of this tile; the ragged last one.
+    begin, unmasked_begin, unmasked_end = visible_queries(j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    q_head, dO_head = head_of(q, batch, head), head_of(dO, batch, head)
+    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
+    L_head, delta_head = L_log2e_ptr + first_row, delta_ptr + first_row
+    scale_log2e = scale * LOG2_E
+    if IS_CAUSAL:
+        dk_j, dv_j = _accumulate_dk_dv(
+            dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+            j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, scale_log2e,
+            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+        )  # fmt: skip
+    dk_j, dv_j = _accumulate_dk_dv(
+        dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+        j, unmasked_begin, unmasked_end, n_queries, n_keys, scale_log2e,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=False,
+    )  # fmt: skip
+    dk_j, dv_j = _accumulate_dk_dv(
+        dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+        j, unmasked_end, n_queries, n_queries, n_keys, scale_log2e,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+    )  # fmt: skip
+
+    # line 19
+    store_tile(dk, head_of(dk, batch, head), j, n_keys, dk_j * scale, D, K_TILE_SIZE, D_TILE_SIZE)
+    store_tile(dv, head_of(dv, batch, head), j, n_keys, dv_j, D, K_TILE_SIZE, D_TILE_SIZE)
+
+
+@triton.jit
+def _accumulate_dk_dv(
+    dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+    j, first_query, end_query, n_queries, n_keys, scale_log2e,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Lines 10 to 17, without dQ, for the query tiles from first_query to end_query.
+
+    S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13 and
+    17 want. Queries past n_queries are loaded as zeros, their dO and delta too, and add nothing.
+    """
+    keys = j + tl.arange(0, K_TILE_SIZE)
+    for i in tl.range(first_query, end_query, Q_TILE_SIZE):
+        queries = i + tl.arange(0, Q_TILE_SIZE)
+        q_i = load_tile(q, q_head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 10
+        dO_i = load_tile(dO, dO_head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)
+        if MASKED:
+            L_i = tl.load(L_head + queries, mask=queries < n_queries, other=0.0)
+            delta_i = tl.load(delta_head + queries, mask=queries < n_queries, other=0.0)
+        else:
+            L_i = tl.load(L_head + queries)
+            delta_i = tl.load(delta_head + queries)
+        S_T = tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
+        P_T = tl.exp2(S_T * scale_log2e - L_i[None, :])  # line 12 (14)
+        if MASKED:
+            P_T = tl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
+        dv_j = tl.dot(P_T.to(dO_i.dtype), dO_i, dv_j, input_precision=INPUT_PRECISION)  # line 13 (15)
+        dP_T = tl.dot(v_j, tl.trans(dO_i), input_precision=INPUT_PRECISION)  # line 14 (16)
+        dS_T = P_T * (dP_T - delta_i[None, :])  # line 15 (17), unscaled
+        dk_j = tl.dot(dS_T.to(q_i.dtype), q_i, dk_j, input_precision=INPUT_PRECISION)  # line 17 (19)
+    return dk_j, dv_j
+
+
+@triton.jit
+def flash_backward_dq_kernel(
+    q,
+    k,
+    v,
+    dO,
+    dq,
+    L_log2e_ptr,
+    delta_ptr,
+    n_heads,
+    n_batch_heads,
+    n_queries,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    D_TILE_SIZE: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    HEAD_GROUP: tl.constexpr,
+):
+    """dQ of the queries i, …, i + Q_TILE_SIZE - 1 of one head: Algorithm 2 with its loops exchanged."""
+    n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
+    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
+    # Causal work grows with the query index: the last tile is the longest and goes first.
+    i = (n_tiles - 1 - tile) * Q_TILE_SIZE
+
+    q_i = load_tile(q, head_of(q, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)  # line 10
+    dO_i = load_tile(dO, head_of(dO, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    queries = i + tl.arange(0, Q_TILE_SIZE)
+    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
+    L_i = tl.load(L_log2e_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
+    delta_i = tl.load(delta_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
+    dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
+
+    end, unmasked_end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    k_head, v_head = head_of(k, batch, head), head_of(v, batch, head)
+    scale_log2e = scale * LOG2_E
+    dq_i = _accumulate_dq(
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, scale_log2e,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=False,
+    )  # fmt: skip
+    dq_i = _accumulate_dq(
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, scale_log2e,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+    )  # fmt: skip
+    store_tile(dq, head_of(dq, batch, head), i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, scale_log2e,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
+    queries = i + tl.arange(0, Q_TILE_SIZE)
+    for j in tl.range(first_key, end_key, K_TILE_SIZE):
+        k_j = load_tile(k, k_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 7
+        v_j = load_tile(v, v_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
+        S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
+        P = tl.exp2(S * scale_log2e - L_i[:, None])  # line 12 (14)
+        if MASKED:
+            keys = j + tl.arange(0, K_TILE_SIZE)
+            P = tl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), P, 0.0)
+        dP = tl.dot(dO_i, tl.trans(v_j), input_precision=INPUT_PRECISION)  # line 14 (16)
+        dS = P * (dP - delta_i[:, None])  # line 15 (17), unscaled
+        dq_i = tl.dot(dS.to(k_j.dtype), k_j, dq_i, input_precision=INPUT_PRECISION)  # line 16 (18)
+    return dq_i

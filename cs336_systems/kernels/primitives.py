@@ -1,0 +1,119 @@
+"""Small pieces that every kernel uses: how a program finds its work, and how a tile gets in and out of memory.
+
+Tensors arrive as `Strided` tuples of shape (batch, heads, n, d). An offset that grows with the tensor's size is computed
+in 64 bits; what stays inside a tile is 32 bits wide.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Strided(NamedTuple):
+    """A tensor (batch, heads, n, d) as kernels take it: where it starts and how far apart its elements are."""
+
+    ptr: Any
+    batch_stride: Any
+    head_stride: Any
+    row_stride: Any
+    col_stride: Any
+
+
+@triton.jit
+def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
+    """Which tile of which head this program works on: (tile, batch, head).
+
+    Programs start in the order of their number. Heads go in groups of HEAD_GROUP whose tensors stay in L2 together;
+    within a group all heads do tile 0 first, then tile 1, ..., so a kernel that numbers its longest tile 0 starts the
+    longest work first and ends with the shortest.
+    """
+    program = tl.program_id(0)
+    first = program // (n_tiles * HEAD_GROUP) * HEAD_GROUP
+    group_size = tl.minimum(n_batch_heads - first, HEAD_GROUP)
+    within = program % (n_tiles * HEAD_GROUP)
+    batch_head = first + within % group_size
+    return within // group_size, batch_head // n_heads, batch_head % n_heads
+
+
+@triton.jit
+def head_of(x, batch, head):
+    """Where the matrix (n, d) of one head begins."""
+    return x.ptr + batch.to(tl.int64) * x.batch_stride + head.to(tl.int64) * x.head_stride
+
+
+@triton.jit
+def load_tile(
+    x,
+    base,
+    start,
+    n,
+    D: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+    D_TILE_SIZE: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    """Rows start, …, start + TILE_SIZE - 1 of the matrix at `base`, with zeros past column D and, where checked, past row n."""
+    rows = tl.arange(0, TILE_SIZE)
+    cols = tl.arange(0, D_TILE_SIZE)
+    tile = base + tl.cast(start, tl.int64) * x.row_stride
+    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :] * x.col_stride
+    if CHECK_ROWS and D < D_TILE_SIZE:
+        return tl.load(pointers, mask=(start + rows < n)[:, None] & (cols < D)[None, :], other=0.0)
+    elif CHECK_ROWS:
+        return tl.load(pointers, mask=(start + rows < n)[:, None], other=0.0)
+    elif D < D_TILE_SIZE:
+        return tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(x, base, start, n, value, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr):
+    """Store `value` in rows start, … of the matrix at `base`, leaving out rows past n and columns past D."""
+    rows = tl.arange(0, TILE_SIZE)
+    cols = tl.arange(0, D_TILE_SIZE)
+    tile = base + tl.cast(start, tl.int64) * x.row_stride
+    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :] * x.col_stride
+    tl.store(pointers, value.to(x.ptr.dtype.element_ty), mask=(start + rows < n)[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def visible(queries, keys, n_keys, IS_CAUSAL: tl.constexpr):
+    """Which query sees which key: every query all keys there are, or, causal, key j from query i = j on."""
+    if IS_CAUSAL:
+        return (keys < n_keys) & (queries >= keys)
+    else:
+        return keys < n_keys
+
+
+@triton.jit
+def visible_keys(i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """(end, unmasked_end): the query tile at i sees keys only before `end`, and all of its queries see all keys before
+    `unmasked_end`, a multiple of K_TILE_SIZE. Between the two lie the diagonal and the ragged edge.
+    """
+    if IS_CAUSAL:
+        end = tl.minimum(n_keys, i + Q_TILE_SIZE)
+        unmasked_end = tl.minimum(n_keys, i + 1)
+    else:
+        end = n_keys
+        unmasked_end = n_keys
+    return end, unmasked_end // K_TILE_SIZE * K_TILE_SIZE
+
+
+@triton.jit
+def visible_queries(j, n_queries, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """(begin, unmasked_begin, unmasked_end): the key tile at j is seen by no query before `begin`, and by all queries of
+    the whole tiles from `unmasked_begin` to `unmasked_end`; before them lies the diagonal, after them the ragged edge.
+    All three are multiples of Q_TILE_SIZE, in this order.
+    """
+    if IS_CAUSAL:
+        begin = j // Q_TILE_SIZE * Q_TILE_SIZE
+        unmasked_begin = tl.cdiv(j + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
+    else:
+        begin = 0
+        unmasked_begin = 0
+    return begin, unmasked_begin, tl.maximum(unmasked_begin, n_queries // Q_TILE_SIZE * Q_TILE_SIZE)
