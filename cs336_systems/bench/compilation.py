@@ -36,9 +36,9 @@ class CompileWatch:
             self.note = "torch.compile recognised this attention and put PyTorch's SDPA in its place"
 
     def check_no_recompile(self) -> None:
-        """Call after the timed part: raises NotCompiledError if it compiled anything."""
+        """Call after the timed part: raises NotCompiledError if anything was compiled since `warm`."""
         if self.compiled and (more := counters["stats"]["unique_graphs"] - self.graphs):
-            raise NotCompiledError(f"compiled {more} more graphs in the timed part")
+            raise NotCompiledError(f"compiled {more} more graphs after the first pass")
 
 
 @contextmanager

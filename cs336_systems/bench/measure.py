@@ -1,5 +1,6 @@
 """The one place where benchmarks time a pass and read memory, on a GPU and on a CPU."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -159,6 +160,7 @@ def release_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
+    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)

@@ -49,12 +49,10 @@ class Table:
         """The same table on the console."""
         table = RichTable(title=escape(self.title))
         for header in self.headers:
-            table.add_column(escape(header), justify="right")
+            table.add_column(escape(header).replace(" ", "\n"), justify="right", vertical="bottom")
         for line in self.lines:
             table.add_row(*map(escape, line))
-        # A number cut short is worse than a line that runs over: never narrower than the longest word of each column.
-        readable = Console(width=10_000).measure(table).minimum
-        table.width = readable if readable > console.width else None
+        table.width = Console(width=10_000).measure(table).maximum  # a line that runs over is better than cut numbers
         console.print(table, crop=False)
         for note in self.notes:
             console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)

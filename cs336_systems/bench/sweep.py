@@ -1,6 +1,5 @@
 """A grid of shapes x implementations x passes, measured into a JSONL file that a later run continues."""
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,7 +67,8 @@ class Sweep:
         keys = {case: self._row(case, environment, status="error").key for case in self.cases}
         todo = [case for case, key in keys.items() if key not in file.rows or not _is_final(file.rows[key])]
         if len(todo) < len(keys):
-            console.print(f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again.")
+            kept = f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
+            console.print(kept, markup=False, highlight=False, soft_wrap=True)
 
         checked: set[tuple[object, ...]] = set()
         baseline = release_memory(self.device)
@@ -135,7 +135,6 @@ class Sweep:
 
         Returns what happened where the GPU can no longer be used at all.
         """
-        gc.collect()
         try:
             held = release_memory(self.device) - baseline
         except RuntimeError as error:
