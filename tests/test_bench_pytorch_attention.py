@@ -1,0 +1,88 @@
+"""bench_pytorch_attention.py as a user runs it: by path, again, and with flags that are wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from cs336_systems.bench_pytorch_attention import GRIDS, Config, main
+
+SCRIPT = Path(__file__).resolve().parents[1] / "cs336_systems" / "bench_pytorch_attention.py"
+TINY = ("--lengths", "16", "32", "--head-dims", "8", "--batch", "2", "--warmup", "0", "--iters", "2")
+
+
+def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
+    """Run by path, cs336_systems/ comes first among the modules: no file there may hide an installed one."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(SCRIPT), *TINY, "--out-dir", str(tmp_path)]
+    first = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert first.returncode == 0, first.stderr
+    assert "[4/4, 0 s left] naive backward, d 8, length 32, float32" in first.stdout
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["n_keys"], row["pass"], row["status"]) for row in rows] == [
+        *((16, "forward", "ok"), (16, "backward", "ok"), (32, "forward", "ok"), (32, "backward", "ok"))
+    ]
+    assert {(row["batch"], row["heads"], row["causal"]) for row in rows} == {(2, 1, True)}
+    table = (tmp_path / "table.md").read_text()
+    assert table.startswith("# PyTorch attention on a CPU, reduced grid")
+    for text in (
+        "2 timed passes after 0 of warm-up",
+        "forward 4·B·H·n_queries·n_keys·d",
+        "saved_tensors_hooks",
+        "commit",
+    ):
+        assert text in table
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    main(tyro.cli(Config, args=[*TINY, "--out-dir", str(tmp_path)]))
+    assert "holds 4 of 4 rows" in capsys.readouterr().out
+    assert (tmp_path / "table.md").read_text() == table
+
+
+def test_defaults_are_the_course_grid():
+    config = tyro.cli(Config, args=[])
+    assert (config.batch, config.head_dims, config.dtype, config.causal) == (8, (16, 32, 64, 128), "float32", True)
+    assert GRIDS["cuda"].lengths == (256, 1024, 4096, 8192, 16384)
+    assert (GRIDS["cuda"].budget.warmup, GRIDS["cuda"].budget.iterations) == (10, 100)
+    config = tyro.cli(Config, args=["--compile", "--no-causal", "--fresh", "--head-dims", "64", "--lengths", "1", "2"])
+    assert (config.compile, config.causal, config.fresh, config.head_dims, config.lengths) == (
+        True,
+        False,
+        True,
+        (64,),
+        (1, 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "came", "allowed"),
+    [
+        (["--batch", "0"], "--batch is 0", "at least 1"),
+        (["--lengths", "256", "-1"], "--lengths is -1", "at least 1"),
+        (["--lengths"], "number of --lengths is 0", "at least 1"),
+        (["--head-dims", "512"], "--head-dims is 512", "1 to 256"),
+        (["--iters", "0"], "--iters is 0", "at least 1"),
+        (["--warmup", "-2"], "--warmup is -2", "at least 0"),
+        (["--dtype", "int8"], "'int8'", "float32"),
+        (["--iters", "many"], "many", "INT"),
+    ],
+)
+def test_bad_flags_name_what_came_and_what_is_allowed(flags, came, allowed, capsys):
+    with pytest.raises(SystemExit) as caught:
+        tyro.cli(Config, args=flags)
+    assert caught.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert came in said and allowed in said
+    assert "Traceback" not in said
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("not a row\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1"):
+        main(tyro.cli(Config, args=[*TINY, "--out-dir", str(tmp_path)]))

@@ -1,0 +1,128 @@
+"""bench.report: the lines, cells and notes of a table, and that making it needs nothing but what is installed."""
+
+import ast
+import io
+import re
+import sys
+import tomllib
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+
+from cs336_systems.bench.report import Table, comparison
+
+from .bench_examples import row
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("naive", "compiled")
+
+
+def _cells(markdown: str) -> list[list[str]]:
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_full_grid_has_forty_lines():
+    grid = product((16, 32, 64, 128), (256, 1024, 4096, 8192, 16384), ("forward", "backward"), NAMES)
+    rows = [row(d=d, n_queries=n, n_keys=n, pass_=p, implementation=name) for d, n, p, name in grid]
+    header, ruler, *lines = _cells(comparison(rows, "title", NAMES, baseline="naive").to_markdown())
+    assert len(lines) == 40
+    assert {len(line) for line in (header, ruler, *lines)} == {12}
+    assert header[:5] == ["d", "length", "pass", "naive ms", "compiled ms"]
+    assert [line[:3] for line in lines[:2]] == [["16", "256", "forward"], ["16", "256", "backward"]]
+
+
+def test_cells_and_speed_up():
+    rows = [
+        row(),
+        row(implementation="compiled", median_ms=0.5, tflops=123.4, memory_mib=5.04),
+        row(d=128, status="oom", median_ms=None, tflops=None, memory_mib=None, message="CUDA out of memory | 8 GiB"),
+        row(d=128, implementation="compiled", status="skipped", median_ms=None, tflops=None, message="needs 9 GiB"),
+    ]
+    table = comparison(rows, "t", NAMES, baseline="naive")
+    header, _, fine, out = _cells(table.to_markdown())
+    assert dict(zip(header, fine, strict=True)) == {
+        **{"d": "64", "length": "256", "pass": "forward", "naive ms": "2.000", "compiled ms": "0.500"},
+        **{"naive TFLOP/s": "1.5", "compiled TFLOP/s": "123", "compiled speed-up": "4.00x"},
+        **{"naive measured MiB": "10.0", "naive predicted MiB": "9.5"},
+        **{"compiled measured MiB": "5.0", "compiled predicted MiB": "9.5"},
+    }
+    assert out[3:8] == ["OOM", "skipped", "-", "-", "-"]
+    notes = "\n".join(table.notes)
+    assert "naive, oom: CUDA out of memory | 8 GiB (d 128, length 256, pass forward)" in notes
+    assert "compiled, skipped: needs 9 GiB" in notes
+
+
+def test_one_message_is_said_once():
+    rows = [row(d=d, message="same") for d in (16, 32, 64)]
+    assert [note for note in comparison(rows, "t", NAMES, "naive").notes if "same" in note] == [
+        "naive, ok: same (d 16, length 256, pass forward, and 2 more)"
+    ]
+
+
+def test_notes_state_method_constants_spread_and_environment():
+    rows = [row(), row(d=128, commit="def456", dirty=True, float32_precision="high", p20_ms=1.0, p80_ms=2.0)]
+    table = comparison(rows, "t", NAMES, "naive", method=("FLOPs: forward 4·B·H·n²·d",))
+    notes = table.to_markdown().split("\n\n")[-1]
+    for text in (
+        "- FLOPs: forward 4·B·H·n²·d",
+        "dtype float32, causal yes, batch 8, heads 1",
+        "50.0 % for the worst",
+        "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123",
+        "float32 matmul precision highest (no TF32)",
+        "commit def456 with local changes, float32 matmul precision high (TF32 used)",
+    ):
+        assert text in notes
+    assert table.headers[3] == "float32 matmul precision", "what varies is a column"
+
+
+def test_what_varies_becomes_a_column():
+    rows = [row(), row(dtype="bfloat16"), row(batch=2), row(n_keys=512)]
+    header, _, *lines = _cells(comparison(rows, "t", ("naive",), "naive").to_markdown())
+    assert header[:5] == ["dtype", "batch", "d", "length", "pass"]
+    assert len(lines) == 4
+    assert lines[-1][3] == "256 x 512"
+
+
+def test_markdown_escapes_and_no_rows():
+    table = Table("a\nb", ["x|y"], [["1\n2|3"]], ["one\ntwo"])
+    assert table.to_markdown() == "# a b\n\n| x\\|y |\n| ---: |\n| 1 2\\|3 |\n\n- one two\n"
+    assert comparison([], "t", NAMES, "naive").lines == []
+
+
+def test_console_cuts_no_number_short():
+    out = io.StringIO()
+    rows = [row(median_ms=12345.678, message="[bold]not markup[/bold]"), row(implementation="compiled", median_ms=1.0)]
+    comparison(rows, "title", NAMES, "naive").print(Console(file=out, width=40))
+    for text in ("12345.678", "12345.68x", "predicted", "[bold]not markup[/bold]"):
+        assert text in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
+def _imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_a_clean_install_has_all_that_benchmarks_import():
+    """B73: only the standard library, this project, and its runtime dependencies; no pandas, no tabulate."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        re.split(r"[=<>; ]", dependency)[0]
+        for dependency in project["dependencies"]
+        if "sys_platform" not in dependency
+    }
+    allowed = declared | sys.stdlib_module_names | {"cs336_systems", "cs336_basics"}
+    files = [*(ROOT / "cs336_systems/bench").glob("*.py"), ROOT / "cs336_systems/bench_pytorch_attention.py"]
+    assert len(files) > 6
+    for path in files:
+        assert {name.split(".")[0] for name in _imports(path)} <= allowed, path.name
+
+
+def test_bench_knows_no_implementation():
+    """Implementations arrive as arguments, so that bench can measure whatever comes."""
+    for path in (ROOT / "cs336_systems/bench").glob("*.py"):
+        inner = {name for name in _imports(path) if name.startswith("cs336_")}
+        assert all(name.startswith("cs336_systems.bench.") for name in inner), path.name

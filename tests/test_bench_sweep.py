@@ -1,0 +1,368 @@
+"""bench.sweep: each way in which a row can end, what a sweep that is started again measures, and real compilation."""
+
+import io
+import json
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from rich.console import Console
+from torch._dynamo.utils import counters
+
+from cs336_systems.bench import sweep as sweep_module
+from cs336_systems.bench.record import Row, read_rows
+from cs336_systems.bench.sweep import DeviceLostError, classify
+from cs336_systems.bench.workload import MIB
+
+from .bench_examples import Example, plain_attention, shape, sweep
+from .machine import compile_missing_reason, needs_gpu, skip_if
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 8.00 GiB."
+
+
+class OutOfResources(Exception):
+    """What Triton raises for a kernel too large for the GPU, where Triton is not installed."""
+
+
+def said(row: Row) -> str:
+    return row.message or ""
+
+
+def _raising(error: BaseException):
+    def attention(q, k, v, is_causal):
+        if q.shape[-2] == 32:
+            raise error
+        return plain_attention(q, k, v, is_causal)
+
+    return attention
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors this small gain nothing from threads, and on a busy machine threads wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), "oom"),
+        (RuntimeError(OUT_OF_MEMORY), "oom"),
+        (RuntimeError("CUDA error: out of memory"), "oom"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "oom"),
+        (ValueError(OUT_OF_MEMORY), "error"),
+        (RuntimeError("out of memory"), "error"),
+        (MemoryError("CUDA out of memory"), "error"),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "error"),
+        (OutOfResources("out of resource: shared memory, Required: 270336, Hardware limit: 101376."), "unsupported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{type(value).__name__}-{str(value)[:24]}",
+)
+def test_classification(tmp_path, error, status):
+    """B55: one class and three texts are out of memory, and nothing else; shared memory is another matter."""
+    assert classify(error)[0] == status
+    _, row, after = sweep(Example(function=_raising(error)), shapes=(shape(16), shape(32), shape(64))).run(
+        tmp_path / "metrics.jsonl"
+    )
+    assert (row.status, row.median_ms, row.tflops) == (status, None, None)
+    assert row.message == f"{type(error).__name__}: {error}"
+    assert ("shared memory" in said(row)) == (status == "unsupported")
+    assert after.status == "ok"
+
+
+def test_triton_says_out_of_resources_as_expected():
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
+    status, message = classify(errors.OutOfResources(270336, 101376, "shared memory"))
+    assert (status, "shared memory" in message) == ("unsupported", True)
+    assert classify(errors.OutOfResources(2048, 1024, "threads"))[0] == "error"
+
+
+def test_ok_row(tmp_path):
+    big = shape(n=64, causal=False)
+    row, backward = sweep(Example(), shapes=(big,), passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
+    assert row.status == backward.status == "ok"
+    for one in (row, backward):
+        assert one.p20_ms is not None and one.median_ms is not None and one.p80_ms is not None
+        assert 0 < one.p20_ms <= one.median_ms <= one.p80_ms
+        assert one.tflops == pytest.approx(big.flops(one.pass_) / (one.median_ms * 1e-3) / 1e12)
+    assert row.predicted_memory_mib == big.bytes_before_backward(1) / MIB
+    assert row.memory_mib == pytest.approx(row.predicted_memory_mib, rel=0.05)
+
+
+def test_out_of_memory_in_the_backward_keeps_the_memory_before_it(tmp_path):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o, n):
+            ctx.n = n
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            if ctx.n == 32:
+                raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            return grad_outputs[0], None
+
+    def attention(q, k, v, is_causal):
+        return Fails.apply(plain_attention(q, k, v, is_causal), q.shape[-2])
+
+    forward, backward = sweep(Example(function=attention), shapes=(shape(32),), passes=("forward", "backward")).run(
+        tmp_path / "metrics.jsonl"
+    )
+    assert (forward.status, backward.status, backward.median_ms) == ("ok", "oom", None)
+    assert backward.memory_mib is not None and backward.memory_mib == forward.memory_mib
+
+
+def test_wrong_implementation_gets_an_error_and_no_time(tmp_path):
+    right, wrong = Example(), Example("wrong", lambda q, k, v, c: plain_attention(q, k, v, c) * 1.001)
+    fine, row = sweep(right, wrong).run(tmp_path / "metrics.jsonl")
+    assert (fine.status, row.status, row.median_ms, row.memory_mib) == ("ok", "error", None, None)
+    assert "o is off by" in said(row)
+
+
+def test_correctness_is_checked_once_per_kind_of_workload(tmp_path):
+    lengths = []
+
+    def attention(q, k, v, is_causal):
+        lengths.append(q.shape[-2])
+        return plain_attention(q, k, v, is_causal)
+
+    shapes = (shape(16), shape(32), shape(16, d=4), shape(16, causal=False))
+    sweep(Example(function=attention), shapes=shapes, passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
+    assert lengths.count(200) == 3
+
+
+def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "available_bytes", lambda: 100 * MIB)
+    large, small = replace(shape(n=4096), batch=8), shape()
+    rows = sweep(Example(), Example("gpu_only", reason="needs a GPU"), shapes=(large, small)).run(tmp_path / "m.jsonl")
+    assert [row.status for row in rows] == ["skipped", "unsupported", "ok", "unsupported"]
+    assert rows[0].message == f"needs {large.peak_bytes(1) / 2**30:.1f} GiB, available are 0.1 GiB"
+    assert rows[0].predicted_memory_mib == large.bytes_before_backward(1) / MIB
+    assert rows[1].message == "needs a GPU"
+
+
+class _Counting:
+    """Counts the timed and untimed forwards of each length, and fails where `errors` says so."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors, self.measured = errors, []
+
+    def __call__(self, q, k, v, is_causal):
+        n = q.shape[-2]
+        if n != 200 and n not in self.measured:
+            self.measured.append(n)
+        if n in self.errors:
+            raise self.errors[n]
+        return plain_attention(q, k, v, is_causal)
+
+
+def _resume(path, errors=(), fresh=False):
+    counting = _Counting(dict(errors))
+    example = Example(function=counting)
+    rows = sweep(example, shapes=tuple(shape(n) for n in (8, 16, 32, 64))).run(path, fresh)
+    return counting.measured, [row.status for row in rows]
+
+
+def test_resume(tmp_path):
+    """B69: finished rows are kept, error rows are tried again, --fresh starts over; one line per row throughout."""
+    path = tmp_path / "metrics.jsonl"
+    failures = {16: torch.OutOfMemoryError(OUT_OF_MEMORY), 32: RuntimeError("broken")}
+    assert _resume(path, failures) == ([8, 16, 32, 64], ["ok", "oom", "error", "ok"])
+    assert _resume(path) == ([32], ["ok", "oom", "ok", "ok"])
+    before = path.read_bytes()
+    assert _resume(path) == ([], ["ok", "oom", "ok", "ok"])
+    assert path.read_bytes() == before
+    assert _resume(path, fresh=True) == ([8, 16, 32, 64], ["ok"] * 4)
+    assert len(path.read_text().splitlines()) == len(read_rows(path)) == 4
+
+
+def test_killed_and_started_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        _resume(path, {32: KeyboardInterrupt()})
+    assert [row.n_queries for row in read_rows(path)] == [8, 16]
+    with path.open("ab") as file:
+        file.write(b'{"implementation": "pl')
+    assert _resume(path) == ([32, 64], ["ok"] * 4)
+    assert [json.loads(line)["n_queries"] for line in path.read_text().splitlines()] == [8, 16, 32, 64]
+
+
+def test_another_gpu_or_precision_is_measured_anew(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    _resume(path)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert _resume(path)[0] == [8, 16, 32, 64]
+    assert len(read_rows(path)) == 8
+
+
+def test_a_gpu_that_failed_for_good_ends_the_sweep(tmp_path, monkeypatch):
+    """After an illegal access every later call raises too, so the next rows would be lies."""
+    path, failed = tmp_path / "metrics.jsonl", []
+    illegal = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ...")
+
+    def attention(q, k, v, is_causal):
+        if q.shape[-2] == 32:
+            failed.append(True)
+            raise illegal
+        return plain_attention(q, k, v, is_causal)
+
+    def release(device):
+        if failed:
+            raise illegal
+        return 0
+
+    monkeypatch.setattr(sweep_module, "release_memory", release)
+    three = sweep(Example(function=attention), shapes=(shape(16), shape(32), shape(64)))
+    with pytest.raises(DeviceLostError, match=r"ends at plain forward, d 8, length 32.*illegal memory access"):
+        three.run(path)
+    ok, lost = read_rows(path)
+    assert (ok.status, lost.status, lost.median_ms, lost.n_queries) == ("ok", "error", None, 32)
+    assert "failed for good" in said(lost)
+
+    failed.clear()
+    monkeypatch.setattr(sweep_module, "release_memory", lambda device: 0)
+    rows = replace(three, implementations=[Example()]).run(path)
+    assert [row.status for row in rows] == ["ok"] * 3
+
+
+def test_memory_that_does_not_come_back_is_said(tmp_path, monkeypatch):
+    held = iter([7 * MIB, 7 * MIB, 10 * MIB])
+    monkeypatch.setattr(sweep_module, "release_memory", lambda device: next(held))
+    clean, leaky = sweep(Example(), shapes=(shape(16), shape(32))).run(tmp_path / "metrics.jsonl")
+    assert clean.message is None
+    assert (leaky.status, leaky.message) == ("ok", "3.0 MiB stayed allocated after it")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_row_is_alive_after_it(tmp_path, monkeypatch, fails):
+    """B53: an exception holds its frames, and they hold the row's tensors."""
+    tensors, alive = [], []
+
+    def attention(q, k, v, is_causal):
+        tensors.extend(map(weakref.ref, (q, k, v)))
+        if fails and q.shape[-2] == 32:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return plain_attention(q, k, v, is_causal)
+
+    def release(device):
+        alive.append(sum(tensor() is not None for tensor in tensors))
+        return 0
+
+    monkeypatch.setattr(sweep_module, "release_memory", release)
+    (row,) = sweep(Example(function=attention), shapes=(shape(32),)).run(tmp_path / "metrics.jsonl")
+    assert row.status == ("oom" if fails else "ok")
+    assert tensors and alive == [0, 0]
+
+
+def test_plain_lines_where_the_output_is_no_terminal(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False)
+    sweep(Example(), Example("gpu_only", reason="needs a [GPU]")).run(tmp_path / "metrics.jsonl", console=console)
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("[1/2, ") and "s left] plain forward, d 8, length 16, float32: " in first
+    assert second.endswith("gpu_only forward, d 8, length 16, float32: unsupported (needs a [GPU])")
+    sweep(Example()).run(tmp_path / "metrics.jsonl", console=console)
+    assert "holds 1 of 1 rows" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_live_progress_on_a_terminal(tmp_path):
+    out = io.StringIO()
+    sweep(Example()).run(tmp_path / "m.jsonl", console=Console(file=out, force_terminal=True, width=120))
+    assert "1/1" in out.getvalue() and "0:00:0" in out.getvalue()
+
+
+# --- compiled implementations: torch.compile with a backend that generates no code, so that a graph costs milliseconds
+
+
+def _compiled(function, backend="eager") -> Example:
+    return Example("compiled", torch.compile(function, backend=backend), compiled=True)
+
+
+def test_every_compiled_row_is_compiled(tmp_path):
+    """B59: more shapes than the recompile limit, in one process, each a graph of its own."""
+    graphs = []
+
+    def backend(module, example_inputs):
+        graphs.append(tuple(example_inputs[0].shape))
+        return module
+
+    shapes = tuple(shape(n, d) for d in (4, 8) for n in range(8, 14))
+    assert len(shapes) > torch._dynamo.config.recompile_limit
+    rows = sweep(_compiled(plain_attention, backend), shapes=shapes).run(tmp_path / "metrics.jsonl")
+    assert {row.status for row in rows} == {"ok"}
+    assert {(2, 1, s.n_queries, s.d) for s in shapes} <= set(graphs), "a row reused a graph for dynamic shapes"
+
+
+def _broken(q, k, v, is_causal):
+    torch._dynamo.graph_break()
+    return plain_attention(q, k, v, is_causal)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (Example(compiled=True), "not compiled: 0 graphs"),
+        (_compiled(_broken), "graph broken"),
+        (Example(function=torch.compiler.disable(plain_attention), compiled=True), "not compiled"),
+    ],
+    ids=["never", "break", "disabled"],
+)
+def test_what_is_not_compiled_gets_no_time(tmp_path, example, message):
+    (row,) = sweep(example).run(tmp_path / "metrics.jsonl")
+    assert (row.status, row.median_ms) == ("error", None)
+    assert message in said(row)
+
+
+@pytest.mark.parametrize(("changes", "message"), [(6, "3 more graphs after the first"), (10**6, "RecompileLimit")])
+def test_recompilation_in_the_timed_part_gets_no_time(tmp_path, changes, message):
+    state = {"calls": 0}
+
+    @torch.compile(backend="eager")
+    def inner(q, k, v, is_causal, label):
+        return plain_attention(q, k, v, is_causal) + len(label) * 0
+
+    def attention(q, k, v, is_causal):
+        state["calls"] += 1
+        return inner(q, k, v, is_causal, f"label {min(state['calls'], changes)}")
+
+    long = replace(sweep(Example("changing", attention, compiled=True)), budget=sweep_module.Budget(20, 5))
+    (row,) = long.run(tmp_path / "metrics.jsonl")
+    assert (row.status, row.median_ms) == ("error", None)
+    assert message in said(row)
+
+
+def test_attention_that_inductor_replaced_is_said(tmp_path):
+    def backend(module, example_inputs):
+        counters["inductor"]["fuse_attention"] += 1  # what inductor's pattern for attention does when it matches
+        return module
+
+    (row,) = sweep(_compiled(plain_attention, backend)).run(tmp_path / "metrics.jsonl")
+    assert row.status == "ok"
+    assert "SDPA" in said(row)
+
+
+def test_inductor_itself(tmp_path):
+    """The real compiler, a backward repeated on one graph, and PyTorch's own pattern met by this attention."""
+    skip_if(compile_missing_reason())
+    example = _compiled(plain_attention, backend="inductor")
+    workload = shape(causal=False)
+    for path in (tmp_path / "cold.jsonl", tmp_path / "warm.jsonl"):  # the second time from the compiler's cache
+        rows = sweep(example, shapes=(workload,), passes=("backward",)).run(path)
+        assert [row.status for row in rows] == ["ok"], rows[0].message
+        assert "SDPA" in said(rows[0])
+
+
+@needs_gpu
+def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
+    """B53: 16 x 65536^2 float32 scores fit into no GPU; memory is back at the baseline before the next row."""
+    small, huge = shape(256), replace(shape(65536), batch=16)
+    gpu = replace(sweep(Example(), shapes=(huge, small)), device=torch.device("cuda"))
+    oom, ok = gpu.run(tmp_path / "metrics.jsonl")
+    assert (oom.status, oom.median_ms, ok.status) == ("oom", None, "ok")
+    assert "stayed allocated" not in said(oom)

@@ -1,0 +1,53 @@
+"""bench.workload: what the equations say, against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.bench.workload import MIB, AttentionShape
+
+from .bench_examples import CPU, shape
+
+COURSE = AttentionShape(batch=8, heads=1, n_queries=1024, n_keys=1024, d=64, dtype=torch.float32, causal=False)
+
+
+@pytest.mark.parametrize(("pass_", "times"), [("forward", 1), ("backward", 2.5), ("forward_backward", 3.5)])
+def test_flops(pass_, times):
+    assert COURSE.flops(pass_) == times * 4 * 8 * 1024 * 1024 * 64
+    assert replace(COURSE, causal=True).flops(pass_) == COURSE.flops(pass_) / 2
+
+
+def test_bytes():
+    assert COURSE.io_bytes == 4 * 2 * MIB  # q, k, v and o of 8 x 1024 x 64 float32
+    assert COURSE.score_matrix_bytes == 32 * MIB
+    assert COURSE.bytes_before_backward(0) == 8 * MIB + 8 * 1024 * 4  # and L
+    assert COURSE.bytes_before_backward(2) == COURSE.bytes_before_backward(0) + 64 * MIB
+    assert replace(COURSE, dtype=torch.bfloat16).score_matrix_bytes == 16 * MIB
+    assert replace(COURSE, n_keys=512).score_matrix_bytes == 16 * MIB
+    # Only what keeps a score matrix needs more of them in its backward.
+    assert COURSE.peak_bytes(0) < 32 * MIB < COURSE.peak_bytes(1)
+
+
+def test_inputs_are_seeded_leaves():
+    ragged = replace(shape(), n_queries=5, n_keys=7, dtype=torch.bfloat16)
+    q, k, v = ragged.inputs(CPU)
+    assert (q.shape, k.shape, v.shape) == ((2, 1, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8))
+    assert ragged.output_gradient(CPU).shape == q.shape
+    assert all(x.is_leaf and x.requires_grad and x.dtype == torch.bfloat16 for x in (q, k, v))
+    assert not torch.equal(k, v)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), ragged.inputs(CPU), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch": 0}, "batch is 0; allowed is at least 1"),
+        ({"n_keys": -3}, "n_keys is -3"),
+        ({"d": 257}, "d is 257; allowed is 1 to 256"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; allowed are float32, float16, bfloat16"),
+    ],
+)
+def test_bad_shape_names_what_came(change, text):
+    with pytest.raises(ValueError, match=text):
+        replace(shape(), **change)
