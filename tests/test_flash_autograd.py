@@ -1,0 +1,362 @@
+"""The FlashAttention-2 Functions as parts of autograd, autocast and torch.compile: rulings 4, 7, 8 and 9."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
+
+from .machine import (
+    DEVICE,
+    INTERPRETED,
+    INTERPRETER_BFLOAT16,
+    NATIVE,
+    both_causal,
+    both_flash,
+    compile_missing_reason,
+    flash_function,
+    needs_gpu,
+    needs_triton,
+)
+from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, run_attention, saved_log_sum_exps
+
+CASE = Case((2, 2), 40, 50, 16)
+
+
+def leaves(inputs: Inputs, wanted: str = "qkv") -> list[torch.Tensor]:
+    """q, k and v, of which those in `wanted` require a gradient."""
+    return [x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs, strict=False)]
+
+
+# Which gradients.
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+@both_flash
+def test_only_wanted_gradients(flash, wanted):
+    """Ruling 8; B31: inputs that require no gradient get none, and the others get the right one."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    q, k, v = leaves(inputs, wanted)
+    o = flash_function(flash)(q, k, v, True)
+    o.backward(inputs.dO)
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        assert (x.grad is not None) == (name in wanted), name
+    assert_within_budget(Result(o.detach(), None, q.grad, k.grad, v.grad), inputs, True)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_tiled_backward_returns_only_what_is_needed(wanted):
+    """Ruling 8; B31: `needs` reaches the loops, and what is not needed is not returned."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    q, k, v, dO = inputs
+    o, L = flash_forward(q, k, v, True)
+    needs = tuple(name in wanted for name in "qkv")
+    gradients = flash_backward(q, k, v, o, dO, L, True, needs)
+    assert tuple(gradient is not None for gradient in gradients) == needs
+    assert_within_budget(Result(o, L, *gradients), inputs, True)
+
+
+@both_flash
+def test_no_graph_without_a_gradient(flash):
+    """Ruling 7: inputs that require no gradient give an output that requires none."""
+    q, k, v, _ = CASE.draw(torch.float32, DEVICE)
+    o = flash_function(flash)(q, k, v, True)
+    assert o.grad_fn is None and not o.requires_grad
+
+
+@both_flash
+def test_gradients_accumulate(flash):
+    """Two backward passes on one graph give twice the gradient: nothing that was saved is overwritten."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    q, k, v = leaves(inputs)
+    o = flash_function(flash)(q, k, v, True)
+    o.backward(inputs.dO, retain_graph=True)
+    once = [x.grad.clone() for x in (q, k, v) if x.grad is not None]
+    o.backward(inputs.dO)
+    for x, gradient in zip((q, k, v), once, strict=True):
+        torch.testing.assert_close(x.grad, 2 * gradient)
+
+
+# What is saved.
+
+
+@pytest.mark.parametrize("case", [Case((4,), 128, 128, 64), Case((2, 3), 33, 50, 16), Case((), 17, 5, 3)], ids=str)
+@both_causal
+@both_flash
+def test_one_saved_log_sum_exp(flash, is_causal, case):
+    """B33: of the saved tensors one has an entry a query, and it is the natural log-sum-exp, not base 2."""
+    inputs = case.draw(torch.float32, DEVICE)
+    saved = saved_log_sum_exps(flash_function(flash)(*leaves(inputs), is_causal))
+    assert len(saved) == 1
+    expected = dense_attention(inputs, is_causal).L
+    assert expected is not None
+    torch.testing.assert_close(saved[0], expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@both_flash
+def test_changing_an_input_in_place_is_noticed(flash):
+    """Inputs go through save_for_backward: a backward on a changed q raises instead of using it."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    q, k, v = leaves(inputs)
+    o = flash_function(flash)(q, k, v, True)
+    with torch.no_grad():
+        q.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.backward(inputs.dO)
+
+
+@contextmanager
+def garbage_collector_off():
+    """Only reference counts free memory inside the block, as between two steps of a training loop."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@both_flash
+def test_nothing_is_kept_without_grad(flash):
+    """Ruling 7: under no_grad the output holds on to none of the inputs."""
+    with garbage_collector_off():
+        inputs = [x.requires_grad_() for x in CASE.draw(torch.float32, DEVICE)[:3]]
+        alive = [weakref.ref(x) for x in inputs]
+        with torch.no_grad():
+            o = flash_function(flash)(*inputs, True)
+        assert o.grad_fn is None
+        del inputs
+        assert [x() for x in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward-only", "with-backward"])
+@both_flash
+def test_nothing_leaks(flash, backward):
+    """Ruling 7: with the output goes all that was saved for a backward, whether it ran or not; no reference cycle."""
+    with garbage_collector_off():
+        inputs = [x.requires_grad_() for x in CASE.draw(torch.float32, DEVICE)[:3]]
+        o = flash_function(flash)(*inputs, True)
+        alive = [weakref.ref(x) for x in (*inputs, o)]
+        if backward:
+            o.sum().backward()
+        del inputs
+        if not backward:
+            assert alive[0]() is not None, "the graph should hold q for the backward"
+        del o
+        assert [x() for x in alive] == [None, None, None, None]
+
+
+# Memory.
+
+
+def largest_allocation(flash: str, n: int, d: int) -> int:
+    """Bytes of the largest piece of memory that torch hands out during a forward and a backward on the CPU."""
+    inputs = Case((), n, n, d).draw(torch.float32, DEVICE)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run_attention(flash_function(flash), inputs, True)
+    return max(event.self_cpu_memory_usage for event in profiler.events())
+
+
+@pytest.mark.skipif(NATIVE, reason="on a GPU the peak is read instead")
+@both_flash
+def test_no_matrix_of_scores_on_cpu(flash):
+    """Ruling 7: no tensor made in forward or backward, inside custom ops too, is within 8x of n_queries x n_keys."""
+    n = 768
+    largest = largest_allocation(flash, n, d=16)
+    assert n * 16 * 4 <= largest, "the profile has missed the output itself"
+    assert largest <= n * n * 4 // 8
+
+
+@needs_gpu
+@both_flash
+def test_no_matrix_of_scores_on_gpu(flash):
+    """Ruling 7: forward and backward need a few tensors of n x d, where one matrix of scores would be 1 GiB."""
+    inputs = Case((1,), 16384, 16384, 64).draw(torch.float32, DEVICE)
+    run_attention(flash_function(flash), inputs, True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_attention(flash_function(flash), inputs, True)
+    assert torch.cuda.max_memory_allocated() - before <= 20 * inputs.q.numel() * 4
+
+
+@needs_gpu
+@both_flash
+def test_gpu_memory_returns_to_where_it_was(flash):
+    """Ruling 7: forwards that are never followed by a backward, and whole steps, leave nothing allocated."""
+    inputs = Case((2,), 1024, 1024, 64).draw(torch.float32, DEVICE)
+    run_attention(flash_function(flash), inputs, True)
+    with garbage_collector_off():
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            flash_function(flash)(*leaves(inputs), True)
+            run_attention(flash_function(flash), inputs, True)
+        assert torch.cuda.memory_allocated() == before
+
+
+# Derivatives.
+
+
+@both_causal
+@pytest.mark.parametrize("case", [Case((), 5, 5, 3), Case((2,), 5, 7, 3), Case((2, 1), 7, 4, 2)], ids=str)
+def test_gradcheck(case, is_causal):
+    """Ruling 4; B29: the tiled gradients are the derivatives of the tiled forward, by finite differences in float64."""
+    q, k, v = leaves(case.draw(torch.float64, DEVICE))
+    assert torch.autograd.gradcheck(FlashAttention2Pytorch.apply, (q, k, v, is_causal))
+
+
+@both_causal
+def test_gradcheck_over_many_tiles(is_causal):
+    """Ruling 4; B29: the same along random directions, over more than one default tile each way."""
+    q, k, v = leaves(Case((), 150, 140, 3).draw(torch.float64, DEVICE))
+    assert torch.autograd.gradcheck(FlashAttention2Pytorch.apply, (q, k, v, is_causal), fast_mode=True)
+
+
+@both_flash
+def test_second_derivative_raises(flash):
+    """Ruling 8; B29: gradients of gradients are not implemented, and say so."""
+    inputs = Case((2,), 5, 5, 16).draw(torch.float32, DEVICE)
+    q, k, v = leaves(inputs)
+    o = flash_function(flash)(q, k, v, True)
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dq.sum().backward()
+
+
+@both_flash
+def test_gradient_penalty_raises(flash):
+    """Ruling 8; B29: a penalty on dq never drops out of a loss that has other terms.
+
+    The gradient of o.sum() is a constant, so nothing that the backward is handed requires a gradient; its result
+    depends on q all the same. Treated as a constant it would leave the loss differentiable, and silently wrong.
+    """
+    q, k, v = leaves(Case((2,), 5, 5, 16).draw(torch.float32, DEVICE))
+    o = flash_function(flash)(q, k, v, True)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        (o.sum() + dq.square().sum()).backward()
+
+
+@both_flash
+def test_forward_mode_raises(flash):
+    """Ruling 8: a forward-mode derivative is not implemented either, and is not silently zero."""
+    q, k, v, dO = Case((2,), 5, 5, 16).draw(torch.float32, DEVICE)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        flash_function(flash)(torch.autograd.forward_ad.make_dual(q, dO), k, v, True)
+
+
+# Autocast.
+
+
+def autocast_dtypes(flash: str) -> list[torch.dtype]:
+    return [torch.float16] if flash == "triton" and INTERPRETED else [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@both_causal
+@both_flash
+def test_autocast(flash, is_causal, dtype):
+    """Ruling 4; B23: under autocast a float32 call runs in the autocast dtype, and its gradients are float32."""
+    if dtype not in autocast_dtypes(flash):
+        pytest.skip(INTERPRETER_BFLOAT16)
+
+    def attention(q, k, v, is_causal):
+        with torch.autocast(DEVICE.type, dtype=dtype):
+            o = flash_function(flash)(q, k, v, is_causal)
+        assert o.dtype == dtype
+        return o
+
+    inputs = CASE.draw(torch.float32, DEVICE)
+    result = run_attention(attention, inputs._replace(dO=inputs.dO.to(dtype)), is_causal)
+    for gradient in (result.dq, result.dk, result.dv):
+        assert gradient is not None and gradient.dtype == torch.float32
+    assert result.L is not None and result.L.dtype == torch.float32
+    assert_within_budget(result, inputs, is_causal, dtype)
+
+
+@both_flash
+def test_autocast_joins_mixed_dtypes(flash):
+    """Ruling 4: under autocast a float32 q and half-precision k and v meet in the autocast dtype."""
+    q, k, v, _ = CASE.draw(torch.float32, DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.float16):
+        mixed = flash_function(flash)(q, k.half(), v.half(), True)
+        joined = flash_function(flash)(q, k, v, True)
+    assert mixed.dtype == torch.float16 and torch.equal(mixed, joined)
+
+
+@both_flash
+def test_autocast_off_inside_does_not_cast(flash):
+    """Ruling 4: a region where autocast is disabled is a region without it."""
+    q, k, v, _ = CASE.draw(torch.float32, DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.float16), torch.autocast(DEVICE.type, enabled=False):
+        assert flash_function(flash)(q, k, v, True).dtype == torch.float32
+
+
+# torch.compile.
+
+# On a CPU the graph is what matters, and inductor takes long; on a GPU the whole way is taken.
+BACKEND = "inductor" if NATIVE else "aot_eager"
+
+
+@both_causal
+@needs_triton
+def test_compiled_in_one_graph(is_causal):
+    """Ruling 8; B27: the Triton Function compiles without a graph break, backward too, and gives what eager gives."""
+    if NATIVE and compile_missing_reason():
+        pytest.skip(compile_missing_reason() or "")
+    torch.compiler.reset()
+    inputs = Case((1, 2), 100, 100, 64).draw(torch.float32, DEVICE)
+    compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
+    # A compiled output has the compiled graph as its node, so there is no saved L to compare.
+    result = run_attention(compiled, inputs, is_causal)
+    eager = run_attention(flash_function("triton"), inputs, is_causal)
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(getattr(result, name), getattr(eager, name)), name
+
+
+@needs_triton
+def test_compiled_among_other_operations():
+    """Ruling 8; B27: one graph holds the projections before and after; strides there are not those of eager inputs."""
+    torch.compiler.reset()
+    inputs = Case((2, 50), 3, 3, 16).draw(torch.float32, DEVICE)
+    weight = torch.eye(16, device=DEVICE) + 0.1
+
+    def layer(q, k, v, is_causal):
+        heads_first = ((x @ weight).transpose(1, 2) for x in (q, k, v))
+        o = flash_function("triton")(*heads_first, is_causal)
+        return o.transpose(1, 2) @ weight.mT
+
+    compiled = torch.compile(layer, fullgraph=True, backend=BACKEND)
+    result, eager = run_attention(compiled, inputs, True), run_attention(layer, inputs, True)
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(result, name), getattr(eager, name), rtol=1e-4, atol=1e-4)
+
+
+@needs_triton
+def test_compiled_with_changing_lengths():
+    """Ruling 8: a second length makes lengths symbolic in the graph, and is right too."""
+    torch.compiler.reset()
+    compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
+    for n in (40, 50, 70):
+        inputs = Case((2,), n, n, 16).draw(torch.float32, DEVICE)
+        assert_within_budget(run_attention(compiled, inputs, True), inputs, True)
+
+
+# More than one GPU.
+
+
+@pytest.mark.skipif(not NATIVE or torch.cuda.device_count() < 2, reason="needs two GPUs")
+@both_flash
+def test_tensors_on_another_gpu(flash):
+    """Ruling 9; B35: the current device is 0 and the tensors are on 1, and so are the results."""
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    inputs = CASE.draw(torch.float32, other)
+    result = run_attention(flash_function(flash), inputs, True)
+    assert result.o.device == other
+    assert_within_budget(result, inputs, True)
+    assert torch.cuda.current_device() == 0

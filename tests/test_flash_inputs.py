@@ -1,0 +1,185 @@
+"""Bad inputs and missing machinery: what is refused says what came (rulings 1, 4, 10 and 11)."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests
+
+from .machine import DEVICE, TRITON_INSTALLED, both_flash, flash_function, needs_gpu, needs_triton
+from .reference import Case, assert_within_budget, run_attention
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HALF, INTEGER, COMPLEX = torch.float16, torch.int64, torch.complex64
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+META = torch.device("meta")
+K, V = zeros(2, 11, 8), zeros(2, 11, 8)
+
+# name -> q, k, v, and what the message has to contain.
+BAD_INPUTS = {
+    "one-dimension": (zeros(48), zeros(48), zeros(48), ["48"]),
+    "no-dimension": (zeros(), zeros(), zeros(), ["()"]),
+    "other-batch": (zeros(3, 9, 8), K, V, ["3, 9, 8", "2, 11, 8"]),
+    "broadcast-batch": (zeros(1, 9, 8), K, V, ["1, 9, 8", "2, 11, 8"]),
+    "fewer-leading": (zeros(9, 8), K, V, ["9, 8", "2, 11, 8"]),
+    "more-leading": (zeros(5, 2, 9, 8), K, V, ["5, 2, 9, 8", "2, 11, 8"]),
+    "other-head-dim": (zeros(2, 9, 12), K, V, ["2, 9, 12", "2, 11, 8"]),
+    "other-value-dim": (zeros(2, 9, 8), K, zeros(2, 11, 7), ["2, 11, 8", "2, 11, 7"]),
+    "more-values-than-keys": (zeros(2, 9, 8), K, zeros(2, 13, 8), ["2, 11, 8", "2, 13, 8"]),
+    "head-dim-0": (zeros(2, 9, 0), zeros(2, 11, 0), zeros(2, 11, 0), ["2, 9, 0"]),
+    "mixed-dtypes": (zeros(2, 9, 8), K.to(HALF), V, ["float32", "float16"]),
+    "mixed-devices": (zeros(2, 9, 8), K.to(META), V, ["meta", DEVICE.type]),
+    "integers": (zeros(2, 9, 8).to(INTEGER), K.to(INTEGER), V.to(INTEGER), ["int64"]),
+    "booleans": (zeros(2, 9, 8).bool(), K.bool(), V.bool(), ["bool"]),
+    "complex": (zeros(2, 9, 8).to(COMPLEX), K.to(COMPLEX), V.to(COMPLEX), ["complex64"]),
+    "a-list": ([[0.0, 1.0]], K, V, ["list"]),
+}
+
+
+def assert_refused(flash: str, q, k, v, words: list[str]) -> None:
+    """The call raises a TypeError or ValueError whose message holds all of `words`."""
+    with pytest.raises((TypeError, ValueError)) as error:
+        flash_function(flash)(q, k, v, True)
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, f"{error.value!r} does not say {missing}"
+
+
+@pytest.mark.parametrize("bad", BAD_INPUTS)
+@both_flash
+def test_bad_input_is_named(flash, bad):
+    """Rulings 1 and 4: a TypeError or ValueError that names what came, not an index error from some tile."""
+    assert_refused(flash, *BAD_INPUTS[bad])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (zeros(2, 9, 257), ["257", "256"]),
+        (zeros(2, 9, 8, dtype=torch.float64), ["float64"]),
+    ],
+    ids=["head-dim-257", "float64"],
+)
+def test_what_only_the_kernels_refuse(x, words):
+    """Rulings 1 and 4; B23: float64 and a head dim past 256, before anything is compiled."""
+    assert_refused("triton", x, x, x, words)
+
+
+@both_flash
+def test_refusal_comes_with_gradients_too(flash):
+    """The checks are made inside autograd's forward as well: inputs that require a gradient are refused alike."""
+    assert_refused(flash, zeros(3, 9, 8).requires_grad_(), K, V, ["3, 9, 8", "2, 11, 8"])
+
+
+# A GPU with less.
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
+def test_turing_has_no_bfloat16():
+    """Ruling 10; B41: on a mocked Tesla T4 bfloat16 is refused by name, and float16 and float32 are not."""
+    from cs336_systems.kernels.tiles import Gpu
+
+    turing = Gpu("Tesla T4", (7, 5), 64 * 1024)
+    with pytest.raises(TypeError, match=r"Tesla T4.*bfloat16"):
+        turing.check(torch.bfloat16)
+    for dtype in (torch.float16, torch.float32):
+        turing.check(dtype)
+
+
+@needs_gpu
+@needs_triton
+def test_bfloat16_is_refused_before_any_launch(monkeypatch):
+    """Ruling 10; B41: the same through `.apply`, with the device's own answer replaced by Turing's."""
+    from cs336_systems import flash_triton
+    from cs336_systems.kernels.tiles import Gpu
+
+    monkeypatch.setattr(flash_triton, "_gpu", lambda device: Gpu("Tesla T4", (7, 5), 64 * 1024))
+    x = zeros(2, 16, 64, dtype=torch.bfloat16)
+    assert_refused("triton", x, x, x, ["bfloat16", "Tesla T4"])
+    for dtype in (torch.float16, torch.float32):
+        inputs = Case((2,), 100, 100, 64).draw(dtype, DEVICE)
+        assert_within_budget(run_attention(flash_function("triton"), inputs, True), inputs, True)
+
+
+# Other interpreters of Python: what is missing has to be missing from the start.
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh Python in the repository's root, with no GPU visible."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
+def test_cpu_tensors_without_the_interpreter():
+    """Ruling 11: without TRITON_INTERPRET=1 the kernels take no CPU tensor and say how they would."""
+    code = """
+        import torch
+        from cs336_systems.flash_triton import FlashAttention2Triton
+        x = torch.zeros(2, 16, 16)
+        try:
+            FlashAttention2Triton.apply(x, x, x, True)
+        except (TypeError, ValueError) as error:
+            print(error)
+    """
+    finished = run_python(code, TRITON_INTERPRET="0")
+    assert finished.returncode == 0, finished.stderr
+    assert "cpu" in finished.stdout.lower() and "TRITON_INTERPRET" in finished.stdout
+
+
+def test_without_triton():
+    """Ruling 11; B65: with Triton hidden everything imports, the tiled and naive versions work, the kernels say why."""
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from cs336_systems.attention import ATTENTION
+        from cs336_systems.flash_pytorch import FlashAttention2Pytorch
+        from cs336_systems.flash_triton import FlashAttention2Triton
+        q, k, v = (torch.randn(2, 9, 8, requires_grad=True) for _ in range(3))
+        o = FlashAttention2Pytorch.apply(q, k, v, True)
+        torch.testing.assert_close(o, ATTENTION["naive"].function(q, k, v, True))
+        o.sum().backward()
+        assert q.grad is not None
+        try:
+            FlashAttention2Triton.apply(q, k, v, True)
+        except Exception as error:
+            print(type(error).__name__, error)
+        else:
+            sys.exit("the kernels ran without Triton")
+    """
+    finished = run_python(code)
+    assert finished.returncode == 0, finished.stderr
+    assert "Triton" in finished.stdout and "not installed" in finished.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without a GPU")
+def test_suite_asks_for_the_interpreter_by_itself(monkeypatch):
+    """Ruling 11: importing the tests' package is enough to have the kernels interpreted; a user's own word counts more.
+
+    That it comes before Triton is imported shows in every test of the kernels.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    importlib.reload(tests)
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    importlib.reload(tests)
+    assert os.environ["TRITON_INTERPRET"] == "0"

@@ -1,0 +1,291 @@
+"""What the FlashAttention-2 Functions compute where numbers are hard: rulings 2 to 5 and 9, and the inputs B01 to B75.
+
+Shapes that agree with the other implementations are in test_agreement.py.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
+
+from .machine import (
+    DEVICE,
+    INTERPRETED,
+    INTERPRETER_BFLOAT16,
+    NATIVE,
+    both_causal,
+    both_flash,
+    flash_function,
+    needs_gpu,
+    needs_triton,
+)
+from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, largest_error, run_attention
+
+
+def equal(a: Result, b: Result) -> bool:
+    """Whether two runs gave the same bits."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("o", "L", "dq", "dk", "dv")]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@contextmanager
+def float32_matmul_precision(precision: str):
+    """torch.set_float32_matmul_precision for the length of a block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic_algorithms():
+    """Deterministic mode, in which torch.empty gives NaN rather than whatever the memory holds."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# Tiles.
+
+
+@both_causal
+@pytest.mark.parametrize("case", [Case((2,), 80, 80, 8), Case((2,), 33, 50, 8), Case((), 50, 33, 8)], ids=str)
+@pytest.mark.parametrize(
+    "tiles",
+    [(16, 64), (64, 16), (1, 1), (7, 13), (80, 80), (16, 16), (128, 3)],
+    ids=lambda tiles: "{}x{}".format(*tiles),
+)
+def test_any_pair_of_tile_sizes(tiles, case, is_causal):
+    """Rulings 1 to 3; B05: wherever tile edges fall against the diagonal and the ends, the tiled version is right."""
+    inputs = case.draw(torch.float32, DEVICE)
+    q, k, v, dO = inputs
+    sizes = {"q_tile_size": tiles[0], "k_tile_size": tiles[1]}
+    o, L = flash_forward(q, k, v, is_causal, **sizes)
+    gradients = flash_backward(q, k, v, o, dO, L, is_causal, **sizes)
+    assert_within_budget(Result(o, L, *gradients), inputs, is_causal)
+
+
+@both_flash
+def test_causal_flag_is_not_remembered(flash):
+    """B25: full, causal and full again on one shape, forward and backward; no launch reuses another's masking."""
+    inputs = Case((1,), 256, 256, 64).draw(torch.float32, DEVICE)
+    results = []
+    for is_causal in (False, True, False):
+        results.append(run_attention(flash_function(flash), inputs, is_causal))
+        assert_within_budget(results[-1], inputs, is_causal)
+    assert equal(results[0], results[2])
+
+
+@needs_gpu
+@both_causal
+@both_flash
+def test_long_ragged_length(flash, is_causal):
+    """B01: dozens of tiles and a ragged last one, natively."""
+    inputs = Case((2, 3), 4250, 4250, 16).draw(torch.float32, DEVICE)
+    assert_within_budget(run_attention(flash_function(flash), inputs, is_causal), inputs, is_causal)
+
+
+# Large and small logits.
+
+
+@both_causal
+@both_flash
+def test_scores_that_overflow_half_precision(flash, is_causal):
+    """Ruling 3; B07: q k^T is 102,400, past float16's largest number, and o is still the mean of the visible values."""
+    inputs = Case((2, 2), 64, 64, 64).draw(torch.float16, DEVICE)
+    inputs.q.fill_(40)
+    inputs.k.fill_(40)
+    result, exact = run_attention(flash_function(flash), inputs, is_causal), dense_attention(inputs, is_causal)
+    assert result.L is not None and exact.L is not None
+    assert result.dq is not None and result.dk is not None and result.dv is not None and exact.dv is not None
+    half, single = torch.finfo(torch.float16).eps, torch.finfo(torch.float32).eps
+    assert largest_error(result.o, exact.o) <= 2 * half * exact.o.abs().max()
+    assert largest_error(result.L, exact.L) <= 2 * single * exact.L.max()
+    # A rounding of L = 12,804 in float32 is a relative error of 1e-3 in P.
+    assert largest_error(result.dv, exact.dv) <= 4 * half * exact.dv.abs().max()
+    assert result.dq.isfinite().all() and result.dk.isfinite().all()
+
+
+@both_causal
+@pytest.mark.parametrize(
+    ("logit", "dtype"),
+    [
+        (-(2.0**15), torch.float16),
+        (-(2.0**25), torch.float16),
+        (-(2.0**25), torch.float32),
+        (-(2.0**35), torch.float32),
+    ],
+    ids=["float16-3e4", "float16-3e7", "float32-3e7", "float32-3e10"],
+)
+@both_flash
+def test_logits_below_any_finite_fill(flash, logit, dtype, is_causal):
+    """Ruling 3: where all scores lie below -1e4, -1e6 or -1e9, a masked key with such a fill would take all the weight.
+
+    n is a multiple of no tile size: the zeros that pad the last tile of keys would win as well. All numbers are powers
+    of two, so that the scores are equal exactly, whatever the order of summation.
+    """
+    inputs = Case((2,), 37, 37, 16).draw(dtype, DEVICE)
+    exponent = round(math.log2(-logit)) - 2  # scores are 16 q k / sqrt(16)
+    inputs.q.fill_(-(2.0 ** (exponent // 2)))
+    inputs.k.fill_(2.0 ** (exponent - exponent // 2))
+    result, exact = run_attention(flash_function(flash), inputs, is_causal), dense_attention(inputs, is_causal)
+    assert result.L is not None and exact.L is not None
+    assert largest_error(result.o, exact.o) <= 16 * torch.finfo(dtype).eps * inputs.v.abs().max()
+    torch.testing.assert_close(result.L, exact.L.float(), rtol=1e-6, atol=0)
+    if logit > -1e9:  # beyond, one rounding of L in float32 is more than exp can take, up or down
+        for gradient in (result.dq, result.dk, result.dv):
+            assert gradient is not None and gradient.isfinite().all()
+
+
+@both_flash
+def test_one_logit_far_above_the_rest(flash):
+    """Line 13: when the last key tile brings the maximum, all that was summed before is scaled to nothing."""
+    inputs = Case((1,), 20, 150, 16).draw(torch.float32, DEVICE)
+    inputs.q.fill_(10)
+    inputs.k[..., -1, :] = 10
+    result = run_attention(flash_function(flash), inputs, False)
+    torch.testing.assert_close(result.o, inputs.v[..., -1:, :].expand_as(result.o))
+    assert_within_budget(replace(result, dq=None, dk=None), inputs, False)
+    # One key has all the weight, so these are differences of equal numbers, times a q and k of 10.
+    for gradient in (result.dq, result.dk):
+        assert gradient is not None and largest_error(gradient, torch.zeros_like(gradient)) < 1e-4
+
+
+# Precision.
+
+
+@both_causal
+@both_flash
+def test_float32_has_no_tf32_error(flash, is_causal):
+    """Ruling 5; B19: at the precision "highest" float32 is float32; TF32 would be off by 1e-3."""
+    inputs = Case((1, 1), 128, 128, 32).draw(torch.float32, DEVICE)
+    with float32_matmul_precision("highest"):
+        result = run_attention(flash_function(flash), inputs, is_causal)
+    exact = dense_attention(inputs, is_causal)
+    for name in ("o", "L", "dq", "dk", "dv"):
+        assert largest_error(getattr(result, name), getattr(exact, name)) < 1e-5, name
+    with float32_matmul_precision("highest"):
+        assert_within_budget(result, inputs, is_causal)
+
+
+@both_flash
+def test_tf32_where_it_was_asked_for(flash):
+    """Ruling 5: at the precision "high" the result may have TF32's error, and no more."""
+    inputs = Case((1, 1), 128, 128, 32).draw(torch.float32, DEVICE)
+    with float32_matmul_precision("high"):
+        result = run_attention(flash_function(flash), inputs, True)
+    exact = dense_attention(inputs, True)
+    for name in ("o", "L", "dq", "dk", "dv"):
+        assert largest_error(getattr(result, name), getattr(exact, name)) < 1e-2, name
+
+
+@both_causal
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@both_flash
+def test_half_precision_of_same_sign_inputs(flash, dtype, is_causal):
+    """Ruling 5; B21: with inputs in [0, 1) nothing averages out, and accumulators in half precision would show."""
+    if flash == "triton" and INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip(INTERPRETER_BFLOAT16)
+    n = 1024 if NATIVE else 256
+    inputs = Case((1,), n, n, 128).draw(dtype, DEVICE, uniform=True)
+    assert_within_budget(run_attention(flash_function(flash), inputs, is_causal), inputs, is_causal)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64],
+    ids=["float16", "bfloat16", "float32", "float64"],
+)
+@both_flash
+def test_results_are_in_the_inputs_dtype(flash, dtype):
+    """Ruling 4; B23: o and the gradients have the inputs' dtype; L is float32, or float64 for float64."""
+    if flash == "triton" and dtype == torch.float64:
+        pytest.skip("the Triton version takes no float64; test_flash_inputs.py has its error")
+    if flash == "triton" and INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip(INTERPRETER_BFLOAT16)
+    inputs = Case((2,), 20, 30, 16).draw(dtype, DEVICE)
+    result = run_attention(flash_function(flash), inputs, True)
+    assert result.L is not None and result.L.dtype == torch.promote_types(dtype, torch.float32)
+    for name in ("o", "dq", "dk", "dv"):
+        assert getattr(result, name).dtype == dtype, name
+
+
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="this is about the interpreter")
+def test_interpreter_refuses_bfloat16():
+    """Ruling 11; B43: the interpreter would return garbage in bfloat16, so the call says so instead."""
+    inputs = Case((2,), 32, 32, 16).draw(torch.bfloat16, DEVICE)
+    with pytest.raises(TypeError, match="bfloat16"):
+        run_attention(flash_function("triton"), inputs, False)
+
+
+# Reproducibility, and memory that nobody wrote.
+
+
+@both_flash
+def test_repeated_runs_are_bit_equal(flash):
+    """Ruling 9; B75: dq sums over many key tiles, dk and dv over many query tiles; no atomics, so no order to vary."""
+    inputs = Case((1, 2), 200, 200, 64).draw(torch.float32, DEVICE)
+    first, second = (run_attention(flash_function(flash), inputs, True) for _ in range(2))
+    assert equal(first, second)
+    assert_within_budget(first, inputs, True)
+
+
+@pytest.mark.parametrize("case", [Case((2,), 65, 65, 16), Case((2,), 3, 150, 3), Case((), 150, 3, 40)], ids=str)
+@both_causal
+@both_flash
+def test_every_element_is_written(flash, is_causal, case):
+    """Rulings 2 and 9: in deterministic mode fresh memory is NaN, and none of it is left in any result.
+
+    With 3 queries and 150 causal keys, whole tiles of dk and dv are of keys that no query sees: zeros, not leftovers.
+    """
+    inputs = case.draw(torch.float32, DEVICE)
+    plain = run_attention(flash_function(flash), inputs, is_causal)
+    with deterministic_algorithms():
+        poisoned = run_attention(flash_function(flash), inputs, is_causal)
+    assert equal(plain, poisoned)
+    assert_within_budget(poisoned, inputs, is_causal)
+
+
+@pytest.mark.parametrize("case", [Case((2, 2), 33, 50, 3), Case((2, 2), 65, 20, 16)], ids=str)
+@both_causal
+@both_flash
+def test_nothing_outside_the_inputs_counts(flash, is_causal, case):
+    """Ruling 1; B01: inputs lie in memory that is NaN before, after and between their rows, and none gets in."""
+
+    def among_nans(x):
+        *leading, n, d = x.shape
+        memory = torch.full((*leading, n + 64, d + 5), float("nan"), dtype=x.dtype, device=x.device)
+        view = memory[..., 32 : 32 + n, 2 : 2 + d]
+        view.copy_(x)
+        return view
+
+    inputs = case.draw(torch.float32, DEVICE)
+    surrounded = Inputs(*(among_nans(x) for x in inputs))
+    assert_within_budget(run_attention(flash_function(flash), surrounded, is_causal), inputs, is_causal)
+
+
+@needs_gpu
+@needs_triton
+def test_more_heads_than_a_launch_grid_has_rows():
+    """Ruling 6; B17: 65,536 heads, where the second dimension of a launch ends at 65,535."""
+    inputs = Case((16384, 4), 16, 16, 16).draw(torch.float16, DEVICE)
+    assert_within_budget(run_attention(flash_function("triton"), inputs, True), inputs, True)
+
+
+@both_causal
+def test_float64_is_float64(is_causal):
+    """Ruling 4: the tiled version accumulates float64 in float64."""
+    inputs = Case((2,), 150, 140, 8).draw(torch.float64, DEVICE)
+    result, exact = run_attention(FlashAttention2Pytorch.apply, inputs, is_causal), dense_attention(inputs, is_causal)
+    for name in ("o", "L", "dq", "dk", "dv"):
+        assert largest_error(getattr(result, name), getattr(exact, name)) < 1e-13, name
