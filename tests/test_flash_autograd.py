@@ -60,6 +60,23 @@ def test_tiled_backward_returns_only_what_is_needed(wanted):
     assert_within_budget(Result(o, L, *gradients), inputs, True)
 
 
+def matmuls_and_launches(flash: str, wanted: str) -> int:
+    """How many matrix products, or custom ops that launch kernels, a backward for `wanted` runs."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    o = flash_function(flash)(*leaves(inputs, wanted), True)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        o.backward(inputs.dO)
+    names = [event.name for event in profiler.events()]
+    return sum(name in ("aten::mm", "aten::bmm") or name.startswith("cs336_systems::") for name in names)
+
+
+@pytest.mark.parametrize("wanted", ["q", "v"])
+@both_flash
+def test_unwanted_gradients_cost_nothing(flash, wanted):
+    """Ruling 8; B31: a gradient that nobody needs is not computed and thrown away."""
+    assert 0 < matmuls_and_launches(flash, wanted) < matmuls_and_launches(flash, "qkv")
+
+
 @both_flash
 def test_no_graph_without_a_gradient(flash):
     """Ruling 7: inputs that require no gradient give an output that requires none."""
