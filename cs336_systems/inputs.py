@@ -34,9 +34,7 @@ def attention_inputs(q: Q, k: KV, v: KV, dtypes: Collection[torch.dtype]) -> tup
     device_type = q.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         autocast_dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (
-            x.to(autocast_dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
-        )
+        q, k, v = (x.to(autocast_dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cs336_systems.bench.accuracy import require_correct
-from cs336_systems.bench.compilation import watched
+from cs336_systems.bench.compilation import CompileWatch, watched
 from cs336_systems.bench.measure import Budget, available_bytes, memory_before_backward, release_memory, time_pass
 from cs336_systems.bench.record import Environment, Row, RowFile, Status, now
 from cs336_systems.bench.workload import MIB, AttentionFunction, AttentionShape, Implementation, Pass
@@ -53,7 +54,7 @@ class Sweep:
     @property
     def cases(self) -> list[Case]:
         """Implementations next to one another, so that drifting clocks meet them alike."""
-        return [Case(i, s, p) for s in self.shapes for p in self.passes for i in self.implementations]
+        return [Case(i, s, p) for s in self.shapes for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
         """Measure what `path` does not hold yet, and return the sweep's rows in the order of `cases`.
@@ -73,19 +74,22 @@ class Sweep:
         checked: set[tuple[object, ...]] = set()
         baseline = release_memory(self.device)
         with _progress(console) as progress:
-            task, start = progress.add_task("", total=len(todo)), time.monotonic()
-            for done, case in enumerate(todo, start=1):
-                progress.update(task, description=str(case))
-                found = self._measure(case, checked)
-                lost = self._release(baseline, found)
-                row = self._row(case, environment, **found)
-                file.put(row)
-                left = (time.monotonic() - start) / done * (len(todo) - done)
-                line = f"[{done}/{len(todo)}, {left:.0f} s left] {case}: {_result(row)}"
-                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-                progress.advance(task)
+            task, start, done = progress.add_task("", total=len(todo)), time.monotonic(), 0
+            for (implementation, shape), group in groupby(todo, key=lambda case: (case.implementation, case.shape)):
+                cases = list(group)
+                progress.update(task, description=str(cases[0]))
+                found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
+                lost = self._release(baseline, found[cases[-1].pass_])
+                for case in cases:
+                    row = self._row(case, environment, **found[case.pass_])
+                    file.put(row)
+                    done += 1
+                    left = (time.monotonic() - start) / done * (len(todo) - done)
+                    line = f"[{done}/{len(todo)}, {left:.0f} s left] {case}: {_result(row)}"
+                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                progress.advance(task, len(cases))
                 if lost:
-                    raise DeviceLostError(f"the sweep ends at {case}: {lost}; the rows are in {path}")
+                    raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {path}")
         return [file.rows[key] for key in keys.values()]
 
     def _row(self, case: Case, environment: Environment, **measured: Any) -> Row:
@@ -101,16 +105,22 @@ class Sweep:
             time=now(),
         )
 
-    def _measure(self, case: Case, checked: set[tuple[object, ...]]) -> dict[str, Any]:
-        """The fields of the row that are measured: what was found out before a failure is kept."""
-        implementation, shape = case.implementation, case.shape
+    def _measure(
+        self,
+        implementation: Implementation,
+        shape: AttentionShape,
+        passes: Sequence[Pass],
+        checked: set[tuple[object, ...]],
+    ) -> dict[Pass, dict[str, Any]]:
+        """The measured fields of each pass's row; compiled once for all passes, and what a failure leaves is kept."""
         if reason := implementation.unsupported_reason(self.device, shape.dtype):
-            return {"status": "unsupported", "message": reason}
+            return {pass_: {"status": "unsupported", "message": reason} for pass_ in passes}
         needed = shape.peak_bytes(implementation.saved_score_matrices)
         if self.device.type == "cpu" and needed > (available := available_bytes()):
-            return {"status": "skipped", "message": f"needs {_gib(needed)}, available are {_gib(available)}"}
+            message = f"needs {_gib(needed)}, available are {_gib(available)}"
+            return {pass_: {"status": "skipped", "message": message} for pass_ in passes}
 
-        found: dict[str, Any] = {}
+        found: dict[Pass, dict[str, Any]] = {pass_: {} for pass_ in passes}
         try:
             check = (implementation.name, shape.heads, shape.d, shape.dtype, shape.causal)
             if check not in checked:
@@ -119,16 +129,28 @@ class Sweep:
                 checked.add(check)
             with watched(implementation.compiled) as watch:
                 memory = memory_before_backward(implementation.function, shape, self.device)
-                found["memory_mib"] = memory / MIB
                 watch.warm()
-                timing = time_pass(implementation.function, shape, case.pass_, self.device, self.budget)
-                watch.check_no_recompile()
-            tflops = shape.flops(case.pass_) / timing.median_ms / 1e9
-            found |= {"status": "ok", "message": watch.note, "tflops": tflops, **asdict(timing)}
+                for pass_, fields in found.items():
+                    fields["memory_mib"] = memory / MIB
+                    fields |= self._time(implementation, shape, pass_, watch)
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold the row's tensors.
-            found["status"], found["message"] = classify(error)
+            status, message = classify(error)
+            found = {pass_: {"status": status, "message": message} for pass_ in passes}
         return found
+
+    def _time(
+        self, implementation: Implementation, shape: AttentionShape, pass_: Pass, watch: CompileWatch
+    ) -> dict[str, Any]:
+        """The fields that timing one pass gives: its times, or why there are none."""
+        try:
+            timing = time_pass(implementation.function, shape, pass_, self.device, self.budget)
+            watch.check_no_recompile()
+        except Exception as error:
+            status, message = classify(error)
+            return {"status": status, "message": message}
+        tflops = shape.flops(pass_) / timing.median_ms / 1e9
+        return {"status": "ok", "message": watch.note, "tflops": tflops, **asdict(timing)}
 
     def _release(self, baseline: int, found: dict[str, Any]) -> str | None:
         """Bring memory back to `baseline` before the next row, and note in this row's fields where that fails.

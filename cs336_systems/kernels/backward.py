@@ -5,8 +5,8 @@ walks over the queries that see it; `flash_backward_dq_kernel` owns one query ti
 the loops of Algorithm 2 exchanged. Both recompute P and dP, seven matmuls in all instead of five; in return every
 output tile has one writer, and gradients are bit-equal from run to run.
 
-As in the forward pass, exponentials are in base 2: P = exp2(log2(e) · S - log2(e) · L). The factor `scale` of dS (17) is
-common to all of dK and dQ and is applied once, to the finished sums.
+As in the forward pass, exponentials are in base 2: P = exp2(log2(e) · S - log2(e) · L). The factor `scale` of dS (17)
+is common to all of dK and dQ and is applied once, to the finished sums.
 """
 
 import triton
@@ -38,7 +38,7 @@ def flash_backward_delta_kernel(
     D_TILE_SIZE: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
 ):
-    """Line 2, delta = row sum of dO ∘ O; and log2(e) · L, so that the next two kernels need not form it for every tile."""
+    """Line 2, delta = row sum of dO ∘ O; and log2(e) · L, which the other kernels would else form for every tile."""
     tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
     i = tile * Q_TILE_SIZE
     o_i = load_tile(o, head_of(o, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
@@ -122,8 +122,8 @@ def _accumulate_dk_dv(
 ):  # fmt: skip
     """Lines 10 to 17, without dQ, for the query tiles from first_query to end_query.
 
-    S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13 and
-    17 want. Queries past n_queries are loaded as zeros, their dO and delta too, and add nothing.
+    S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
+    and 17 want. Queries past n_queries are loaded as zeros, their dO and delta too, and add nothing.
     """
     keys = j + tl.arange(0, K_TILE_SIZE)
     for i in tl.range(first_query, end_query, Q_TILE_SIZE):

@@ -1,7 +1,7 @@
 """Small pieces that every kernel uses: how a program finds its work, and how a tile gets in and out of memory.
 
-Tensors arrive as `Strided` tuples of shape (batch, heads, n, d). An offset that grows with the tensor's size is computed
-in 64 bits; what stays inside a tile is 32 bits wide.
+Tensors arrive as `Strided` tuples of shape (batch, heads, n, d). Offsets are computed in 64 bits: a tensor may have
+more than 2^31 elements, and a row may be any distance from the next.
 """
 
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ def load_tile(
     D_TILE_SIZE: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    """Rows start, …, start + TILE_SIZE - 1 of the matrix at `base`, with zeros past column D and, where checked, past row n."""
+    """TILE_SIZE rows from `start` of the matrix at `base`; zeros past column D and, where checked, past row n."""
     rows = tl.arange(0, TILE_SIZE)
     cols = tl.arange(0, D_TILE_SIZE)
     tile = base + tl.cast(start, tl.int64) * x.row_stride
-    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :] * x.col_stride
+    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
     if CHECK_ROWS and D < D_TILE_SIZE:
         return tl.load(pointers, mask=(start + rows < n)[:, None] & (cols < D)[None, :], other=0.0)
     elif CHECK_ROWS:
@@ -77,7 +77,7 @@ def store_tile(x, base, start, n, value, D: tl.constexpr, TILE_SIZE: tl.constexp
     rows = tl.arange(0, TILE_SIZE)
     cols = tl.arange(0, D_TILE_SIZE)
     tile = base + tl.cast(start, tl.int64) * x.row_stride
-    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :] * x.col_stride
+    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
     tl.store(pointers, value.to(x.ptr.dtype.element_ty), mask=(start + rows < n)[:, None] & (cols < D)[None, :])
 
 
@@ -106,9 +106,9 @@ def visible_keys(i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr
 
 @triton.jit
 def visible_queries(j, n_queries, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """(begin, unmasked_begin, unmasked_end): the key tile at j is seen by no query before `begin`, and by all queries of
-    the whole tiles from `unmasked_begin` to `unmasked_end`; before them lies the diagonal, after them the ragged edge.
-    All three are multiples of Q_TILE_SIZE, in this order.
+    """(begin, unmasked_begin, unmasked_end): the key tile at j is seen by no query before `begin`, and by all queries
+    of the whole tiles from `unmasked_begin` to `unmasked_end`; before them lies the diagonal, after them the ragged
+    edge. All three are multiples of Q_TILE_SIZE, in this order.
     """
     if IS_CAUSAL:
         begin = j // Q_TILE_SIZE * Q_TILE_SIZE
