@@ -24,8 +24,9 @@ HALF_AND_FLOAT = frozenset({torch.float16, torch.bfloat16, torch.float32})
 class Implementation:
     """An attention function and what a caller has to know before choosing it.
 
-    `saved_score_matrices` is how many (n_queries, n_keys) matrices per head it keeps for its backward, counted from
-    its equations; the benchmarks predict memory from it and print the measured figure beside.
+    `saved_scores` and `saved_float32_scores` are how many (n_queries, n_keys) matrices per head it keeps for its
+    backward in the inputs' dtype and in float32, counted from its equations; the benchmarks predict memory from them
+    and print the measured figure beside.
     """
 
     name: str
@@ -34,7 +35,13 @@ class Implementation:
     dtypes: frozenset[torch.dtype] = HALF_AND_FLOAT
     needs_gpu: bool = False
     compiled: bool = False
-    saved_score_matrices: int = 0
+    saved_scores: int = 0
+    saved_float32_scores: int = 0
+
+    def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
+        """Bytes kept for the backward of each score, for inputs of `dtype`."""
+        float32_or_more = torch.promote_types(dtype, torch.float32)
+        return self.saved_scores * dtype.itemsize + self.saved_float32_scores * float32_or_more.itemsize
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why this implementation cannot run there, or None where it can."""
@@ -79,7 +86,8 @@ ATTENTION: dict[str, Implementation] = {
             function=naive_attention,
             description="softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another",
             dtypes=HALF_AND_FLOAT | {torch.float64},
-            saved_score_matrices=2,
+            saved_scores=1,  # P
+            saved_float32_scores=1,  # exp(S - m)
         ),
         Implementation(
             name="compiled",
@@ -87,7 +95,7 @@ ATTENTION: dict[str, Implementation] = {
             description="the naive attention under torch.compile",
             dtypes=HALF_AND_FLOAT | {torch.float64},
             compiled=True,
-            saved_score_matrices=1,
+            saved_scores=2,  # S and P
         ),
         Implementation(
             name="flash_pytorch",

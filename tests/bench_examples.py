@@ -31,7 +31,11 @@ class Example:
     name: str = "plain"
     function: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = plain_attention
     compiled: bool = False
-    saved_score_matrices: int = 1
+    saved_scores: int = 1
+
+    def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
+        return self.saved_scores * dtype.itemsize
+
     reason: str | None = None
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:

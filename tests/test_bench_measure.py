@@ -58,7 +58,7 @@ def test_memory_on_cpu_is_what_the_graph_holds(n):
     """B57: exactly q, k, v, o and the probabilities, each storage once."""
     full = shape(n=n, causal=False)
     L_bytes = 4 * full.batch * full.n_queries  # dense attention keeps none
-    expected = full.bytes_before_backward(saved_score_matrices=1) - L_bytes
+    expected = full.bytes_before_backward(saved_bytes_per_score=4) - L_bytes
     assert memory_before_backward(plain_attention, full, CPU) == expected
     # Causal: also the mask, one byte an entry, shared by the batch.
     assert memory_before_backward(plain_attention, replace(full, causal=True), CPU) == expected + n * n
@@ -90,7 +90,7 @@ def test_memory_on_gpu_is_near_the_equations():
     device = torch.device("cuda")
     big = replace(shape(n=1024, d=16, causal=False), batch=8)
     time_pass(plain_attention, big, "forward_backward", device, SHORT)
-    predicted = big.bytes_before_backward(saved_score_matrices=1)
+    predicted = big.bytes_before_backward(saved_bytes_per_score=4)
     assert memory_before_backward(plain_attention, big, device) == pytest.approx(predicted, rel=0.02)
 
 

@@ -90,7 +90,7 @@ def test_ok_row(tmp_path):
         assert one.p20_ms is not None and one.median_ms is not None and one.p80_ms is not None
         assert 0 < one.p20_ms <= one.median_ms <= one.p80_ms
         assert one.tflops == pytest.approx(big.flops(one.pass_) / (one.median_ms * 1e-3) / 1e12)
-    assert row.predicted_memory_mib == big.bytes_before_backward(1) / MIB
+    assert row.predicted_memory_mib == big.bytes_before_backward(4) / MIB
     assert row.memory_mib == pytest.approx(row.predicted_memory_mib, rel=0.05)
 
 
@@ -141,8 +141,8 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     large, small = replace(shape(n=4096), batch=8), shape()
     rows = sweep(Example(), Example("gpu_only", reason="needs a GPU"), shapes=(large, small)).run(tmp_path / "m.jsonl")
     assert [row.status for row in rows] == ["skipped", "unsupported", "ok", "unsupported"]
-    assert rows[0].message == f"needs {large.peak_bytes(1) / 2**30:.1f} GiB, available are 0.1 GiB"
-    assert rows[0].predicted_memory_mib == large.bytes_before_backward(1) / MIB
+    assert rows[0].message == f"needs {large.peak_bytes(4) / 2**30:.1f} GiB, available are 0.1 GiB"
+    assert rows[0].predicted_memory_mib == large.bytes_before_backward(4) / MIB
     assert rows[1].message == "needs a GPU"
 
 

@@ -20,13 +20,12 @@ def test_flops(pass_, times):
 
 def test_bytes():
     assert COURSE.io_bytes == 4 * 2 * MIB  # q, k, v and o of 8 x 1024 x 64 float32
-    assert COURSE.score_matrix_bytes == 32 * MIB
+    assert COURSE.scores == 8 * MIB
     assert COURSE.bytes_before_backward(0) == 8 * MIB + 8 * 1024 * 4  # and L
-    assert COURSE.bytes_before_backward(2) == COURSE.bytes_before_backward(0) + 64 * MIB
-    assert replace(COURSE, dtype=torch.bfloat16).score_matrix_bytes == 16 * MIB
-    assert replace(COURSE, n_keys=512).score_matrix_bytes == 16 * MIB
+    assert COURSE.bytes_before_backward(8) == COURSE.bytes_before_backward(0) + 64 * MIB
+    assert replace(COURSE, n_keys=512).scores == 4 * MIB
     # Only what keeps a score matrix needs more of them in its backward.
-    assert COURSE.peak_bytes(0) < 32 * MIB < COURSE.peak_bytes(1)
+    assert COURSE.peak_bytes(0) < 32 * MIB < COURSE.peak_bytes(4)
 
 
 def test_inputs_are_seeded_leaves():

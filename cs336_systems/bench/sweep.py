@@ -94,7 +94,7 @@ class Sweep:
 
     def _row(self, case: Case, environment: Environment, **measured: Any) -> Row:
         shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
-        predicted = case.shape.bytes_before_backward(case.implementation.saved_score_matrices)
+        predicted = case.shape.bytes_before_backward(case.implementation.saved_bytes_per_score(case.shape.dtype))
         return Row(
             implementation=case.implementation.name,
             pass_=case.pass_,
@@ -115,7 +115,7 @@ class Sweep:
         """The measured fields of each pass's row; compiled once for all passes, and what a failure leaves is kept."""
         if reason := implementation.unsupported_reason(self.device, shape.dtype):
             return {pass_: {"status": "unsupported", "message": reason} for pass_ in passes}
-        needed = shape.peak_bytes(implementation.saved_score_matrices)
+        needed = shape.peak_bytes(implementation.saved_bytes_per_score(shape.dtype))
         if self.device.type == "cpu" and needed > (available := available_bytes()):
             message = f"needs {_gib(needed)}, available are {_gib(available)}"
             return {pass_: {"status": "skipped", "message": message} for pass_ in passes}

@@ -45,9 +45,8 @@ class Implementation(Protocol):
         """Whether `function` claims to be compiled by torch.compile; the sweep then verifies it."""
         ...
 
-    @property
-    def saved_score_matrices(self) -> int:
-        """How many (n_queries, n_keys) matrices per head it keeps for its backward."""
+    def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
+        """Bytes that it keeps for its backward of each score of S (n_queries, n_keys), for inputs of `dtype`."""
         ...
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
@@ -105,19 +104,19 @@ class AttentionShape:
         return self.batch * self.heads * 2 * (self.n_queries + self.n_keys) * self.d * self.dtype.itemsize
 
     @property
-    def score_matrix_bytes(self) -> int:
-        """Bytes of one (n_queries, n_keys) matrix for every batch element and head."""
-        return self.batch * self.heads * self.n_queries * self.n_keys * self.dtype.itemsize
+    def scores(self) -> int:
+        """Entries of S, of all batch elements and heads."""
+        return self.batch * self.heads * self.n_queries * self.n_keys
 
-    def bytes_before_backward(self, saved_score_matrices: int) -> int:
-        """Bytes alive between forward and backward, s being `saved_score_matrices` and e the bytes of an element:
+    def bytes_before_backward(self, saved_bytes_per_score: int) -> int:
+        """Bytes alive between forward and backward, s being `saved_bytes_per_score` and e the bytes of an element:
 
-        B·H·(2·(n_queries + n_keys)·d·e + 4·n_queries + s·n_queries·n_keys·e)   (q, k, v, o; L; score matrices)
+        B·H·(2·(n_queries + n_keys)·d·e + 4·n_queries + s·n_queries·n_keys)   (q, k, v, o; L; score matrices)
         """
         log_sum_exp = 4 * self.batch * self.heads * self.n_queries
-        return self.io_bytes + log_sum_exp + saved_score_matrices * self.score_matrix_bytes
+        return self.io_bytes + log_sum_exp + saved_bytes_per_score * self.scores
 
-    def peak_bytes(self, saved_score_matrices: int) -> int:
+    def peak_bytes(self, saved_bytes_per_score: int) -> int:
         """Bytes at the worst moment of the backward: the above, dq, dk, dv and dO, and a dense one's temporaries."""
-        working = WORKING_SCORE_MATRICES * self.score_matrix_bytes if saved_score_matrices else 0
-        return self.bytes_before_backward(saved_score_matrices) + self.io_bytes + working
+        working = WORKING_SCORE_MATRICES * self.dtype.itemsize * self.scores if saved_bytes_per_score else 0
+        return self.bytes_before_backward(saved_bytes_per_score) + self.io_bytes + working
