@@ -22,6 +22,8 @@ def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"
     Returns:
         A tensor of the shape and dtype of x.
     """
+    if x.numel() == 0:
+        return x.clone()  # einx takes no empty axis
     logits = x.movedim(dim, -1).to(torch.promote_types(x.dtype, torch.float32))
     # Softmax does not depend on what is subtracted, so no gradient goes through the maximum.
     largest = einx.max("... [n]", logits.detach())

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
 
 Q_TILE_SIZE = 128
@@ -134,11 +134,14 @@ def flash_backward(
             L_i, delta_i = L[..., queries, None], delta[..., queries, None]
             S = _scores(Q_i, K_j, i, j, is_causal)  # line 11 (13)
             P = torch.exp(S - L_i)  # line 12 (14)
-            dV_j += P.mT @ dO_i  # line 13 (15)
+            if needs_dv:
+                dV_j += P.mT @ dO_i  # line 13 (15)
             if needs_dq or needs_dk:
                 dP = dO_i @ V_j.mT  # line 14 (16)
                 dS = scale * P * (dP - delta_i)  # line 15 (17)
+            if needs_dq:
                 dq[..., queries, :] += dS @ K_j  # line 16 (18)
+            if needs_dk:
                 dK_j += dS.mT @ Q_i  # line 17 (19)
 
         dk[..., keys, :] = dK_j  # line 19
@@ -164,7 +167,7 @@ class FlashAttention2Pytorch(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):

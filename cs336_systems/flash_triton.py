@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.dense_backward import compiled_dense_backward
+from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.kernels.tiles import DELTA, INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
 
@@ -111,6 +111,7 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
         raise ValueError(f"shape {tuple(rows.shape)} takes {n_programs} programs; a launch has at most {MAX_PROGRAMS}")
     if n_programs == 0:
         return
+    is_half = rows.dtype.itemsize == 2
     with torch.cuda.device_of(rows):
         kernel[(n_programs,)](
             *tensors,
@@ -119,6 +120,9 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
             D=rows.shape[-1],
             D_TILE_SIZE=padded_head_dim(rows.shape[-1]),
             Q_TILE_SIZE=tile.q_tile_size,
+            BASE_2=is_half,
+            # Fused, scale · S - L keeps digits of scale · S that L was rounded without; exp magnifies the difference.
+            enable_fp_fusion=is_half,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **arguments,
@@ -148,34 +152,34 @@ def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | N
 
 
 def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQuery]:
-    """Algorithm 2, line 2: delta; and log2(e) · L."""
-    delta, L_log2e = torch.empty_like(L), torch.empty_like(L)
+    """Algorithm 2, line 2: delta; and L in the base of the kernels' exponentials."""
+    delta, L_base = torch.empty_like(L), torch.empty_like(L)
     kernel = backward_kernels.flash_backward_delta_kernel
-    _launch(kernel, DELTA, o, DELTA.q_tile_size, *_strided(o, dO), L, delta, L_log2e, n_queries=o.shape[-2])
-    return delta, L_log2e
+    _launch(kernel, DELTA, o, DELTA.q_tile_size, *_strided(o, dO), L, delta, L_base, n_queries=o.shape[-2])
+    return delta, L_base
 
 
 def launch_dk_dv(
-    q: Queries, k: Keys, v: Keys, dO: Queries, L_log2e: PerQuery, delta: PerQuery, is_causal: bool,
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
     tile: Tile | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv."""
     tile = tile or _tiles(q).dk_dv
     dk, dv = _empty_like(k), _empty_like(v)
-    tensors = *_strided(q, k, v, dO, dk, dv), L_log2e, delta
+    tensors = *_strided(q, k, v, dO, dk, dv), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dk_dv_kernel, tile, k, tile.k_tile_size, *tensors, **arguments)
     return dk, dv
 
 
 def launch_dq(
-    q: Queries, k: Keys, v: Keys, dO: Queries, L_log2e: PerQuery, delta: PerQuery, is_causal: bool,
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
     tile: Tile | None = None,
 ) -> Queries:  # fmt: skip
     """Algorithm 2 with its loops exchanged: dq, line 16."""
     tile = tile or _tiles(q).dq
     dq = _empty_like(q)
-    tensors = *_strided(q, k, v, dO, dq), L_log2e, delta
+    tensors = *_strided(q, k, v, dO, dq), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dq_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
     return dq
@@ -203,23 +207,23 @@ def _(o, dO, L):
 
 @torch.library.custom_op("cs336_systems::flash_dk_dv", mutates_args=())
 def _dk_dv(
-    q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_log2e: Tensor, delta: Tensor, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    return launch_dk_dv(q, k, v, dO, L_log2e, delta, is_causal)
+    return launch_dk_dv(q, k, v, dO, L_base, delta, is_causal)
 
 
 @_dk_dv.register_fake
-def _(q, k, v, dO, L_log2e, delta, is_causal):
+def _(q, k, v, dO, L_base, delta, is_causal):
     return _empty_like(k), _empty_like(v)
 
 
 @torch.library.custom_op("cs336_systems::flash_dq", mutates_args=())
-def _dq(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_log2e: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
-    return launch_dq(q, k, v, dO, L_log2e, delta, is_causal)
+def _dq(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
+    return launch_dq(q, k, v, dO, L_base, delta, is_causal)
 
 
 @_dq.register_fake
-def _(q, k, v, dO, L_log2e, delta, is_causal):
+def _(q, k, v, dO, L_base, delta, is_causal):
     return _empty_like(q)
 
 
@@ -244,16 +248,16 @@ class FlashAttention2Triton(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
-        delta, L_log2e = _delta(o, dO, L)
+        delta, L_base = _delta(o, dO, L)
         dq = dk = dv = None
         if needs_dk or needs_dv:
-            dk, dv = _dk_dv(q, k, v, dO, L_log2e, delta, ctx.is_causal)
+            dk, dv = _dk_dv(q, k, v, dO, L_base, delta, ctx.is_causal)
         if needs_dq:
-            dq = _dq(q, k, v, dO, L_log2e, delta, ctx.is_causal)
+            dq = _dq(q, k, v, dO, L_base, delta, ctx.is_causal)
         return dq, dk if needs_dk else None, dv if needs_dv else None, None
 
 
@@ -266,6 +270,6 @@ class FlashAttention2TritonDenseBackward(torch.autograd.Function):
     forward = FlashAttention2Triton.forward
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dO):
         return *compiled_dense_backward(*ctx.saved_tensors[:4], dO, ctx.saved_tensors[4], ctx.is_causal), None

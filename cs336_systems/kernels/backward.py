@@ -5,8 +5,9 @@ walks over the queries that see it; `flash_backward_dq_kernel` owns one query ti
 the loops of Algorithm 2 exchanged. Both recompute P and dP, seven matmuls in all instead of five; in return every
 output tile has one writer, and gradients are bit-equal from run to run.
 
-As in the forward pass, exponentials are in base 2: P = exp2(log2(e) · S - log2(e) · L). The factor `scale` of dS (17)
-is common to all of dK and dQ and is applied once, to the finished sums.
+As in the forward pass, exponentials are in base 2 for 16-bit inputs: P = exp2(log2(e) · S - log2(e) · L), where the
+first kernel forms log2(e) · L for the other two. The factor `scale` of dS (17) is common to all of dK and dQ and is
+applied once, to the finished sums.
 """
 
 import triton
@@ -15,8 +16,10 @@ import triton.language as tl
 from cs336_systems.kernels.primitives import (
     LOG2_E,
     assigned_tile,
+    exp_in_base,
     head_of,
     load_tile,
+    scale_in_base,
     store_tile,
     visible,
     visible_keys,
@@ -30,15 +33,16 @@ def flash_backward_delta_kernel(
     dO,
     L_ptr,
     delta_ptr,
-    L_log2e_ptr,
+    L_base_ptr,
     n_heads,
     n_batch_heads,
     n_queries,
     D: tl.constexpr,
     D_TILE_SIZE: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
+    BASE_2: tl.constexpr,
 ):
-    """Line 2, delta = row sum of dO ∘ O; and log2(e) · L, which the other kernels would else form for every tile."""
+    """Line 2, delta = row sum of dO ∘ O; and L in the base of the exponentials."""
     tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
     i = tile * Q_TILE_SIZE
     o_i = load_tile(o, head_of(o, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
@@ -49,7 +53,9 @@ def flash_backward_delta_kernel(
     first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
     L_i = tl.load(L_ptr + first_row + rows, mask=rows < n_queries, other=0.0)
     tl.store(delta_ptr + first_row + rows, delta_i, mask=rows < n_queries)
-    tl.store(L_log2e_ptr + first_row + rows, L_i * LOG2_E, mask=rows < n_queries)
+    if BASE_2:
+        L_i = L_i * LOG2_E
+    tl.store(L_base_ptr + first_row + rows, L_i, mask=rows < n_queries)
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def flash_backward_dk_dv_kernel(
     dO,
     dk,
     dv,
-    L_log2e_ptr,
+    L_base_ptr,
     delta_ptr,
     n_heads,
     n_batch_heads,
@@ -73,6 +79,7 @@ def flash_backward_dk_dv_kernel(
     K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    BASE_2: tl.constexpr,
     HEAD_GROUP: tl.constexpr,
 ):
     """dK and dV of the keys j, …, j + K_TILE_SIZE - 1 of one head."""
@@ -89,23 +96,23 @@ def flash_backward_dk_dv_kernel(
     begin, unmasked_begin, unmasked_end = visible_queries(j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
     q_head, dO_head = head_of(q, batch, head), head_of(dO, batch, head)
     first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
-    L_head, delta_head = L_log2e_ptr + first_row, delta_ptr + first_row
-    scale_log2e = scale * LOG2_E
+    L_head, delta_head = L_base_ptr + first_row, delta_ptr + first_row
+    score_scale = scale_in_base(scale, BASE_2)
     if IS_CAUSAL:
         dk_j, dv_j = _accumulate_dk_dv(
             dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
-            j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, scale_log2e,
-            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+            j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, score_scale,
+            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
         )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
-        j, unmasked_begin, unmasked_end, n_queries, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=False,
+        j, unmasked_begin, unmasked_end, n_queries, n_keys, score_scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
-        j, unmasked_end, n_queries, n_queries, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+        j, unmasked_end, n_queries, n_queries, n_keys, score_scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
     # line 19
@@ -116,9 +123,9 @@ def flash_backward_dk_dv_kernel(
 @triton.jit
 def _accumulate_dk_dv(
     dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
-    j, first_query, end_query, n_queries, n_keys, scale_log2e,
+    j, first_query, end_query, n_queries, n_keys, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Lines 10 to 17, without dQ, for the query tiles from first_query to end_query.
 
@@ -137,7 +144,7 @@ def _accumulate_dk_dv(
             L_i = tl.load(L_head + queries)
             delta_i = tl.load(delta_head + queries)
         S_T = tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
-        P_T = tl.exp2(S_T * scale_log2e - L_i[None, :])  # line 12 (14)
+        P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:
             P_T = tl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
         dv_j = tl.dot(P_T.to(dO_i.dtype), dO_i, dv_j, input_precision=INPUT_PRECISION)  # line 13 (15)
@@ -154,7 +161,7 @@ def flash_backward_dq_kernel(
     v,
     dO,
     dq,
-    L_log2e_ptr,
+    L_base_ptr,
     delta_ptr,
     n_heads,
     n_batch_heads,
@@ -167,6 +174,7 @@ def flash_backward_dq_kernel(
     K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    BASE_2: tl.constexpr,
     HEAD_GROUP: tl.constexpr,
 ):
     """dQ of the queries i, …, i + Q_TILE_SIZE - 1 of one head: Algorithm 2 with its loops exchanged."""
@@ -179,29 +187,29 @@ def flash_backward_dq_kernel(
     dO_i = load_tile(dO, head_of(dO, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
     queries = i + tl.arange(0, Q_TILE_SIZE)
     first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
-    L_i = tl.load(L_log2e_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
+    L_i = tl.load(L_base_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
     delta_i = tl.load(delta_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
     dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
     end, unmasked_end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
     k_head, v_head = head_of(k, batch, head), head_of(v, batch, head)
-    scale_log2e = scale * LOG2_E
+    score_scale = scale_in_base(scale, BASE_2)
     dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=False,
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, score_scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, score_scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
     store_tile(dq, head_of(dq, batch, head), i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
 def _accumulate_dq(
-    dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, scale_log2e,
+    dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
@@ -209,7 +217,7 @@ def _accumulate_dq(
         k_j = load_tile(k, k_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 7
         v_j = load_tile(v, v_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
         S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
-        P = tl.exp2(S * scale_log2e - L_i[:, None])  # line 12 (14)
+        P = exp_in_base(S * score_scale - L_i[:, None], BASE_2)  # line 12 (14)
         if MASKED:
             keys = j + tl.arange(0, K_TILE_SIZE)
             P = tl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), P, 0.0)

@@ -1,11 +1,7 @@
 """Algorithm 1 of FlashAttention-2: the forward pass, one program per query tile of one head.
 
-Base 2 throughout, since the hardware's exponential is exp2: with scores S = scale · Q K^T,
-
-    exp(S - m) = exp2(log2(e) · S - log2(e) · m)
-
-so the kernel works with log2(e) · scale in one multiplication, and m and l belong to log2(e) · S. Only L is turned back
-to the natural logarithm.
+Exponentials and logarithms are in base 2 for 16-bit inputs, see `primitives.exp_in_base`: m then belongs to
+log2(e) · S, and only L is turned back to the natural logarithm.
 """
 
 import triton
@@ -13,10 +9,12 @@ import triton.language as tl
 
 from cs336_systems.kernels.primitives import (
     LN_2,
-    LOG2_E,
     assigned_tile,
+    exp_in_base,
     head_of,
     load_tile,
+    log_in_base,
+    scale_in_base,
     store_tile,
     visible,
     visible_keys,
@@ -41,6 +39,7 @@ def flash_forward_kernel(
     K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    BASE_2: tl.constexpr,
     HEAD_GROUP: tl.constexpr,
 ):
     """O and L of the queries i, …, i + Q_TILE_SIZE - 1 of one head."""
@@ -57,19 +56,21 @@ def flash_forward_kernel(
     # line 7: whole key tiles that every query of this tile sees; then those on the diagonal or the ragged edge. Tiles
     # after the last query are masked throughout and never visited.
     end, unmasked_end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-    scale_log2e = scale * LOG2_E
+    scale = scale_in_base(scale, BASE_2)
     k_head, v_head = head_of(k, batch, head), head_of(v, batch, head)
     o_i, l, m = _attend(
-        o_i, l, m, q_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=False,
+        o_i, l, m, q_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     o_i, l, m = _attend(
-        o_i, l, m, q_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, scale_log2e,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, MASKED=True,
+        o_i, l, m, q_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, scale,
+        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
     o_i = o_i / tl.where(l == 0.0, 1.0, l)[:, None]  # line 15; l = 0 where there are no keys
-    L_i = (m + tl.log2(l)) * LN_2  # line 16
+    L_i = m + log_in_base(l, BASE_2)  # line 16
+    if BASE_2:
+        L_i = L_i * LN_2
     store_tile(o, head_of(o, batch, head), i, n_queries, o_i, D, Q_TILE_SIZE, D_TILE_SIZE)  # line 17
     queries = i + tl.arange(0, Q_TILE_SIZE)
     L_head = L_ptr + (batch.to(tl.int64) * n_heads + head) * n_queries
@@ -78,9 +79,9 @@ def flash_forward_kernel(
 
 @triton.jit
 def _attend(
-    o_i, l, m, q_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, scale_log2e,
+    o_i, l, m, q_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Lines 8 to 13 for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
@@ -91,9 +92,9 @@ def _attend(
             S = tl.where(
                 visible(queries[:, None], j + tl.arange(0, K_TILE_SIZE)[None, :], n_keys, IS_CAUSAL), S, float("-inf")
             )
-        m_new = tl.maximum(m, tl.max(S, 1) * scale_log2e)  # line 10
-        P = tl.exp2(S * scale_log2e - m_new[:, None])  # line 11
-        rescale = tl.exp2(m - m_new)
+        m_new = tl.maximum(m, tl.max(S, 1) * scale)  # line 10
+        P = exp_in_base(S * scale - m_new[:, None], BASE_2)  # line 11
+        rescale = exp_in_base(m - m_new, BASE_2)
         l = rescale * l + tl.sum(P, 1)  # line 12
         v_j = load_tile(v, v_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
         o_i = tl.dot(P.to(v_j.dtype), v_j, rescale[:, None] * o_i, input_precision=INPUT_PRECISION)  # line 13
