@@ -13,7 +13,7 @@ from torch import Tensor
 
 TENSORS = ("o", "L", "dq", "dk", "dv")
 SMALL_SCORE_MATRIX = 2**16
-NEIGHBOURS = 7
+NEIGHBOURS = 3
 
 
 class Inputs(NamedTuple):
@@ -34,10 +34,10 @@ class Result:
     """What one forward and backward gave; None where an implementation does not have it."""
 
     o: Tensor
-    L: Tensor | None
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
+    L: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,10 @@ def largest_magnitude(x: Tensor) -> float:
 
 
 def uncancelled_magnitude(inputs: Inputs) -> float:
-    """What a rounding of dq or dk is measured by where the exact gradient is all cancellation.
+    """How large the terms of dq and dk are before dP - delta cancels.
 
-    A query that sees one key has P = 1 and dS = scale (dP - delta) = 0: two equal numbers, each with a rounding.
+    dP and delta are sums in float32, or float64 for float64, and keep their roundings when what is left of them is
+    small: with a single key, where dS = scale (dP - delta) = 0, the roundings are all there is.
     """
     q, k, v, dO = inputs.to(torch.float64)
     dP = largest_magnitude(dO.abs() @ v.abs().mT)
@@ -172,17 +173,18 @@ def dense_errors(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[st
 def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[str, float]:
     """The largest error against float64 that ruling 5 allows each tensor: 2x that of dense attention, and one rounding.
 
-    The rounding is eps(dtype) of the largest exact entry, for L always float32's.
+    The rounding is eps(dtype) of the largest exact entry, for L always float32's; for dq and dk there is also one of
+    the accumulators, of the largest term before cancellation.
     """
     exact = dense_attention(inputs, is_causal)
     errors = [dense_errors(neighbour, is_causal, dtype) for neighbour in neighbours(inputs)]
-    sees_one_key = inputs.k.shape[-2] == 1 or (is_causal and inputs.q.shape[-2] == 1)
+    eps, accumulator_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     budgets = {}
     for name in TENSORS:
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32) if name == "L" else dtype).eps
-        cancelled = sees_one_key and name in ("dq", "dk")
-        magnitude = uncancelled_magnitude(inputs) if cancelled else largest_magnitude(getattr(exact, name))
-        budgets[name] = 2 * max(error[name] for error in errors) + eps * magnitude
+        rounding = (accumulator_eps if name == "L" else eps) * largest_magnitude(getattr(exact, name))
+        if name in ("dq", "dk"):
+            rounding += accumulator_eps * uncancelled_magnitude(inputs)
+        budgets[name] = 2 * max(error[name] for error in errors) + rounding
     return budgets
 
 

@@ -1,0 +1,153 @@
+"""Tile choices: pure functions of what a GPU reports, and every entry of the tables by itself."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems import flash_triton
+from cs336_systems.kernels import tiles
+from cs336_systems.kernels.tiles import AMPERE, HOPPER, INTERPRETER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
+
+from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
+from .reference import Case, Result, assert_within_budget, dense_attention
+
+GPUS = {
+    "turing": Gpu("Turing", (7, 5), 64 * KIB),
+    "a100": Gpu("A100", (8, 0), 163 * KIB),
+    "rtx3060": Gpu("RTX 3060", (8, 6), 99 * KIB),
+    "rtx4090": Gpu("RTX 4090", (8, 9), 99 * KIB),
+    "h100": Gpu("H100", (9, 0), 227 * KIB),
+    "b200": Gpu("B200", (10, 0), 227 * KIB),
+    "rtx5090": Gpu("RTX 5090", (12, 0), 99 * KIB),
+}
+every_gpu = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+
+
+def bounds(gpu: Gpu, chosen: Tiles, d: int, dtype: torch.dtype) -> list[int]:
+    """The most shared memory that each kernel takes with the chosen tiles."""
+    rows = [
+        (chosen.forward.q_tile_size, chosen.forward.k_tile_size, chosen.forward),
+        (2 * chosen.dk_dv.k_tile_size, chosen.dk_dv.q_tile_size, chosen.dk_dv),
+        (2 * chosen.dq.q_tile_size, chosen.dq.k_tile_size, chosen.dq),
+    ]
+    width = tiles.padded_head_dim(d)
+    return [tiles.shared_memory_bound(held, streamed, tile, width, dtype, gpu) for held, streamed, tile in rows]
+
+
+@every_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_every_choice_fits(gpu, dtype):
+    """Ruling 10; B37: for every head dim a tile that shared memory holds, or one error that says what is missing."""
+    for d in range(1, 257):
+        if gpu.capability == (7, 5) and dtype == torch.float32 and d > 128:
+            with pytest.raises(ValueError, match=r"Turing has 65536 bytes of shared memory .* needs \d+"):
+                pick_tiles(gpu, d, dtype)
+        else:
+            assert max(bounds(gpu, pick_tiles(gpu, d, dtype), d, dtype)) <= gpu.shared_memory
+
+
+@pytest.mark.parametrize("shared_memory", [64 * KIB, 80 * KIB, 99 * KIB, 163 * KIB], ids="{}".format)
+def test_less_shared_memory_means_smaller_tiles(shared_memory):
+    """Ruling 10; B37: a table's entry is cut down to what a smaller device of its class has."""
+    small = Gpu("small", (8, 6), shared_memory)
+    for d, dtype in itertools.product((16, 64, 128), (torch.bfloat16, torch.float32)):
+        assert max(bounds(small, pick_tiles(small, d, dtype), d, dtype)) <= shared_memory
+
+
+def test_stages_go_before_tile_sizes():
+    """A shallower pipeline costs less than smaller tiles; sizes are halved, the larger first, down to 16."""
+    gpu = Gpu("any", (8, 0), 100)
+    seen = []
+
+    def needs_too_much(tile: Tile) -> int:
+        seen.append((tile.q_tile_size, tile.k_tile_size, tile.num_stages))
+        return 101
+
+    with pytest.raises(
+        ValueError, match="any has 100 bytes of shared memory for a program; the smallest tile needs 101"
+    ):
+        tiles.fitted(Tile(64, 32, 4, 2), needs_too_much, gpu)
+    assert list(dict.fromkeys(seen)) == [(64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 32, 1), (16, 16, 1)]
+
+
+@pytest.mark.parametrize("d", [1, 15, 16, 17, 64, 80, 129, 256])
+def test_padded_head_dim(d):
+    width = tiles.padded_head_dim(d)
+    assert width >= max(d, 16) and width & (width - 1) == 0
+    assert width == 16 or width < 2 * d
+
+
+def test_bfloat16_needs_ampere():
+    """Ruling 10; B41: a clear error before any compilation."""
+    with pytest.raises(TypeError, match=r"Turing \(compute capability \(7, 5\)\) has no torch.bfloat16"):
+        pick_tiles(GPUS["turing"], 64, torch.bfloat16)
+    for name in GPUS.keys() - {"turing"}:
+        pick_tiles(GPUS[name], 64, torch.bfloat16)
+
+
+def test_gpus_before_turing_are_refused():
+    with pytest.raises(ValueError, match=r"compute capability \(7, 0\); the kernels need \(7, 5\)"):
+        pick_tiles(Gpu("V100", (7, 0), 96 * KIB), 64, torch.float16)
+
+
+def distinct(kernel: str) -> list[tuple[int, int, Tile]]:
+    """(bytes per element, d, tile) for every entry of the tables; the interpreter only sees the sizes of a tile."""
+    tables = (HOPPER,) if NATIVE else (HOPPER, AMPERE, TURING)
+    entries = {(size, d, getattr(chosen, kernel)) for table in tables for (size, d), chosen in table.items()}
+    if INTERPRETED:
+        tile_sizes = {replace(tile, num_warps=1, num_stages=1, head_group=1) for _, _, tile in entries}
+        entries = {(4, 16, tile) for tile in tile_sizes | {getattr(INTERPRETER, kernel)}}
+    return sorted(entries, key=repr)
+
+
+def tile_id(value) -> str:
+    if isinstance(value, Tile):
+        return f"{value.q_tile_size}x{value.k_tile_size}-{value.num_warps}w-{value.num_stages}s"
+    return str(value)
+
+
+def inputs_for(size: int, d: int):
+    """Ragged lengths over more than one tile of any size, the queries more than the keys."""
+    dtype = {2: torch.float16 if INTERPRETED else torch.bfloat16, 4: torch.float32}[size]
+    return Case((2,), 150, 133, d).draw(dtype, DEVICE)
+
+
+@needs_triton
+@both_causal
+@pytest.mark.parametrize(("size", "d", "tile"), distinct("forward"), ids=tile_id)
+def test_forward_tile(size, d, tile, is_causal):
+    """Every entry of the tables, alone, is right: the forward."""
+    inputs = inputs_for(size, d)
+    o, L = flash_triton.launch_forward(*inputs[:3], is_causal, tile)
+    assert_within_budget(Result(o, L), inputs, is_causal)
+
+
+def backward_inputs(size: int, d: int, is_causal: bool):
+    """The inputs, delta and L as the two passes take them, and the exact o for a Result that only holds gradients."""
+    inputs = inputs_for(size, d)
+    exact = dense_attention(inputs, is_causal)
+    assert exact.L is not None
+    delta, L = flash_triton.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
+    return inputs, delta, L, exact.o
+
+
+@needs_triton
+@both_causal
+@pytest.mark.parametrize(("size", "d", "tile"), distinct("dk_dv"), ids=tile_id)
+def test_dk_dv_tile(size, d, tile, is_causal):
+    """Every entry of the tables, alone, is right: dk and dv."""
+    inputs, delta, L, o = backward_inputs(size, d, is_causal)
+    dk, dv = flash_triton.launch_dk_dv(*inputs, L, delta, is_causal, tile)
+    assert_within_budget(Result(o, dk=dk, dv=dv), inputs, is_causal)
+
+
+@needs_triton
+@both_causal
+@pytest.mark.parametrize(("size", "d", "tile"), distinct("dq"), ids=tile_id)
+def test_dq_tile(size, d, tile, is_causal):
+    """Every entry of the tables, alone, is right: dq."""
+    inputs, delta, L, o = backward_inputs(size, d, is_causal)
+    dq = flash_triton.launch_dq(*inputs, L, delta, is_causal, tile)
+    assert_within_budget(Result(o, dq=dq), inputs, is_causal)
