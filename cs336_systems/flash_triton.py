@@ -19,6 +19,7 @@ from cs336_systems.kernels.tiles import DELTA, INTERPRETER, Gpu, Tile, Tiles, pa
 
 try:
     import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     from cs336_systems.kernels import backward as backward_kernels
     from cs336_systems.kernels import forward as forward_kernels
@@ -88,8 +89,35 @@ def _empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     return torch.empty_like(_as_4d(x)).view(x.shape)
 
 
-def _strided(*tensors: Float[Tensor, "... n d"]) -> "list[Strided]":
-    return [Strided(x, *x.stride()) for x in map(_as_4d, tensors)]
+def _strided(x: Float[Tensor, "... n d"]) -> "Strided":
+    x = _as_4d(x)
+    return Strided(x, *x.stride())
+
+
+def _operand(x: Float[Tensor, "... n d"], tile_size: int) -> "TensorDescriptor | Strided":
+    """x as the attention kernels read it, tile by tile.
+
+    That is a tensor descriptor where Hopper's copy engine can read x: it wants rows without gaps and every other step a
+    positive multiple of 16 bytes. Elsewhere it is a pointer with strides.
+    """
+    x = _as_4d(x)
+    units = 16 // x.element_size()
+    steps = [step if size > 1 else units for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    readable = (
+        (_gpu(x.device).has_copy_engine if x.is_cuda else True)
+        and x.numel() > 0
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step % units == 0 for step in steps)
+    )
+    if not readable:
+        return Strided(x, *x.stride())
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+
+
+def _with_dense_rows(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """x, copied where the elements of a row do not lie side by side: the kernels read each row many times."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _input_precision(x: Tensor) -> str:
@@ -129,6 +157,11 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
         )
 
 
+def _operands(tile: Tile, q: Queries, k: Keys, v: Keys, *dO: Queries) -> "list[TensorDescriptor | Strided]":
+    sizes = (tile.q_tile_size, tile.k_tile_size, tile.k_tile_size, tile.q_tile_size)
+    return [_operand(x, size) for x, size in zip((q, k, v, *dO), sizes, strict=False)]
+
+
 def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> dict[str, Any]:
     """What the three kernels that go over tiles of S have in common."""
     return {
@@ -146,8 +179,9 @@ def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | N
     """Algorithm 1: o, and L in float32 (natural logarithm)."""
     tile = tile or _tiles(q).forward
     o, L = _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    tensors = *_operands(tile, q, k, v), _strided(o), L
     arguments = _attention_arguments(tile, q, k, is_causal)
-    _launch(forward_kernels.flash_forward_kernel, tile, q, tile.q_tile_size, *_strided(q, k, v, o), L, **arguments)
+    _launch(forward_kernels.flash_forward_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
     return o, L
 
 
@@ -155,7 +189,7 @@ def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQue
     """Algorithm 2, line 2: delta; and L in the base of the kernels' exponentials."""
     delta, L_base = torch.empty_like(L), torch.empty_like(L)
     kernel = backward_kernels.flash_backward_delta_kernel
-    _launch(kernel, DELTA, o, DELTA.q_tile_size, *_strided(o, dO), L, delta, L_base, n_queries=o.shape[-2])
+    _launch(kernel, DELTA, o, DELTA.q_tile_size, _strided(o), _strided(dO), L, delta, L_base, n_queries=o.shape[-2])
     return delta, L_base
 
 
@@ -166,7 +200,7 @@ def launch_dk_dv(
     """Algorithm 2 without line 16: dk and dv."""
     tile = tile or _tiles(q).dk_dv
     dk, dv = _empty_like(k), _empty_like(v)
-    tensors = *_strided(q, k, v, dO, dk, dv), L_base, delta
+    tensors = *_operands(tile, q, k, v, dO), _strided(dk), _strided(dv), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dk_dv_kernel, tile, k, tile.k_tile_size, *tensors, **arguments)
     return dk, dv
@@ -179,7 +213,7 @@ def launch_dq(
     """Algorithm 2 with its loops exchanged: dq, line 16."""
     tile = tile or _tiles(q).dq
     dq = _empty_like(q)
-    tensors = *_strided(q, k, v, dO, dq), L_base, delta
+    tensors = *_operands(tile, q, k, v, dO), _strided(dq), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dq_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
     return dq
@@ -241,7 +275,7 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        q, k, v = attention_inputs(q, k, v, DTYPES)
+        q, k, v = map(_with_dense_rows, attention_inputs(q, k, v, DTYPES))
         o, L = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, L)
         ctx.is_causal = is_causal
@@ -252,6 +286,7 @@ class FlashAttention2Triton(torch.autograd.Function):
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
+        dO = _with_dense_rows(dO)
         delta, L_base = _delta(o, dO, L)
         dq = dk = dv = None
         if needs_dk or needs_dv:

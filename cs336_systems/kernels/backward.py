@@ -17,7 +17,6 @@ from cs336_systems.kernels.primitives import (
     LOG2_E,
     assigned_tile,
     exp_in_base,
-    head_of,
     load_tile,
     scale_in_base,
     store_tile,
@@ -45,8 +44,8 @@ def flash_backward_delta_kernel(
     """Line 2, delta = row sum of dO ∘ O; and L in the base of the exponentials."""
     tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
     i = tile * Q_TILE_SIZE
-    o_i = load_tile(o, head_of(o, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
-    dO_i = load_tile(dO, head_of(dO, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
 
     rows = i + tl.arange(0, Q_TILE_SIZE)
@@ -87,42 +86,41 @@ def flash_backward_dk_dv_kernel(
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
 
-    k_j = load_tile(k, head_of(k, batch, head), j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)  # line 7
-    v_j = load_tile(v, head_of(v, batch, head), j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)
+    k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)  # line 7
+    v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)
     dk_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)  # line 8
     dv_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
     # line 9: query tiles on the diagonal; whole ones that see every key of this tile; the ragged last one.
     begin, unmasked_begin, unmasked_end = visible_queries(j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-    q_head, dO_head = head_of(q, batch, head), head_of(dO, batch, head)
     first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
     L_head, delta_head = L_base_ptr + first_row, delta_ptr + first_row
     score_scale = scale_in_base(scale, BASE_2)
     if IS_CAUSAL:
         dk_j, dv_j = _accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+            dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
             j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, score_scale,
             D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
         )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+        dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
         j, unmasked_begin, unmasked_end, n_queries, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+        dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
         j, unmasked_end, n_queries, n_queries, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
     # line 19
-    store_tile(dk, head_of(dk, batch, head), j, n_keys, dk_j * scale, D, K_TILE_SIZE, D_TILE_SIZE)
-    store_tile(dv, head_of(dv, batch, head), j, n_keys, dv_j, D, K_TILE_SIZE, D_TILE_SIZE)
+    store_tile(dk, batch, head, j, n_keys, dk_j * scale, D, K_TILE_SIZE, D_TILE_SIZE)
+    store_tile(dv, batch, head, j, n_keys, dv_j, D, K_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, dO, q_head, dO_head, L_head, delta_head,
+    dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
     j, first_query, end_query, n_queries, n_keys, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
@@ -135,8 +133,8 @@ def _accumulate_dk_dv(
     keys = j + tl.arange(0, K_TILE_SIZE)
     for i in tl.range(first_query, end_query, Q_TILE_SIZE):
         queries = i + tl.arange(0, Q_TILE_SIZE)
-        q_i = load_tile(q, q_head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 10
-        dO_i = load_tile(dO, dO_head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)
+        q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 10
+        dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)
         if MASKED:
             L_i = tl.load(L_head + queries, mask=queries < n_queries, other=0.0)
             delta_i = tl.load(delta_head + queries, mask=queries < n_queries, other=0.0)
@@ -183,8 +181,8 @@ def flash_backward_dq_kernel(
     # Causal work grows with the query index: the last tile is the longest and goes first.
     i = (n_tiles - 1 - tile) * Q_TILE_SIZE
 
-    q_i = load_tile(q, head_of(q, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)  # line 10
-    dO_i = load_tile(dO, head_of(dO, batch, head), i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)  # line 10
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
     queries = i + tl.arange(0, Q_TILE_SIZE)
     first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
     L_i = tl.load(L_base_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
@@ -192,30 +190,29 @@ def flash_backward_dq_kernel(
     dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
     end, unmasked_end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-    k_head, v_head = head_of(k, batch, head), head_of(v, batch, head)
     score_scale = scale_in_base(scale, BASE_2)
     dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, 0, unmasked_end, n_keys, score_scale,
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, unmasked_end, end, n_keys, score_scale,
+        dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, unmasked_end, end, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
-    store_tile(dq, head_of(dq, batch, head), i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
+    store_tile(dq, batch, head, i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
 def _accumulate_dq(
-    dq_i, q_i, dO_i, L_i, delta_i, k, v, k_head, v_head, i, first_key, end_key, n_keys, score_scale,
+    dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, first_key, end_key, n_keys, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
-        k_j = load_tile(k, k_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 7
-        v_j = load_tile(v, v_head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
+        k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 7
+        v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
         S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
         P = exp_in_base(S * score_scale - L_i[:, None], BASE_2)  # line 12 (14)
         if MASKED:

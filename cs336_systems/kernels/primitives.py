@@ -1,7 +1,7 @@
 """Small pieces that every kernel uses: how a program finds its work, and how a tile gets in and out of memory.
 
-Tensors arrive as `Strided` tuples of shape (batch, heads, n, d). Offsets are computed in 64 bits: a tensor may have
-more than 2^31 elements, and a row may be any distance from the next.
+Tensors (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine can read them, as Triton's tensor
+descriptors. Only `load_tile` knows the difference.
 """
 
 from typing import Any, NamedTuple
@@ -40,15 +40,10 @@ def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
 
 
 @triton.jit
-def head_of(x, batch, head):
-    """Where the matrix (n, d) of one head begins."""
-    return x.ptr + batch.to(tl.int64) * x.batch_stride + head.to(tl.int64) * x.head_stride
-
-
-@triton.jit
 def load_tile(
     x,
-    base,
+    batch,
+    head,
     start,
     n,
     D: tl.constexpr,
@@ -56,29 +51,41 @@ def load_tile(
     D_TILE_SIZE: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    """TILE_SIZE rows from `start` of the matrix at `base`; zeros past column D and, where checked, past row n."""
+    """Rows `start` to `start` + TILE_SIZE of one head's (n, d) matrix: a tile (TILE_SIZE, D_TILE_SIZE).
+
+    Columns past D are zeros, and so are rows past n; they may only occur where CHECK_ROWS says so.
+    """
     rows = tl.arange(0, TILE_SIZE)
     cols = tl.arange(0, D_TILE_SIZE)
-    tile = base + tl.cast(start, tl.int64) * x.row_stride
-    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
-    if CHECK_ROWS and D < D_TILE_SIZE:
-        return tl.load(pointers, mask=(start + rows < n)[:, None] & (cols < D)[None, :], other=0.0)
+    if isinstance(x, tl.tensor_descriptor):
+        # The copy engine knows the tensor's shape and fills in the zeros by itself.
+        return x.load([batch, head, start, 0]).reshape(TILE_SIZE, D_TILE_SIZE)
+    elif CHECK_ROWS and D < D_TILE_SIZE:
+        in_range = (start + rows < n)[:, None] & (cols < D)[None, :]
+        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=in_range, other=0.0)
     elif CHECK_ROWS:
-        return tl.load(pointers, mask=(start + rows < n)[:, None], other=0.0)
+        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=(start + rows < n)[:, None], other=0.0)
     elif D < D_TILE_SIZE:
-        return tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=(cols < D)[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        return tl.load(tile_pointers(x, batch, head, start, rows, cols))
 
 
 @triton.jit
-def store_tile(x, base, start, n, value, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr):
-    """Store `value` in rows start, … of the matrix at `base`, leaving out rows past n and columns past D."""
+def store_tile(x, batch, head, start, n, tile, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr):
+    """Store a tile in rows `start` … of one head's (n, d) matrix, without its rows past n and its columns past D."""
     rows = tl.arange(0, TILE_SIZE)
     cols = tl.arange(0, D_TILE_SIZE)
-    tile = base + tl.cast(start, tl.int64) * x.row_stride
-    pointers = tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
-    tl.store(pointers, value.to(x.ptr.dtype.element_ty), mask=(start + rows < n)[:, None] & (cols < D)[None, :])
+    pointers = tile_pointers(x, batch, head, start, rows, cols)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=(start + rows < n)[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def tile_pointers(x, batch, head, start, rows, cols):
+    """Where the elements of a tile lie. In 64 bits: a tensor may have over 2^31 elements, with any strides."""
+    matrix = x.ptr + tl.cast(batch, tl.int64) * x.batch_stride + tl.cast(head, tl.int64) * x.head_stride
+    tile = matrix + tl.cast(start, tl.int64) * x.row_stride
+    return tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
 
 
 @triton.jit

@@ -19,6 +19,11 @@ class Gpu:
     shared_memory: int  # bytes that one program may use
 
     @property
+    def has_copy_engine(self) -> bool:
+        """Whether tiles can be fetched by tensor descriptor."""
+        return self.capability >= (9, 0)
+
+    @property
     def has_tf32(self) -> bool:
         return self.capability >= (8, 0)
 
