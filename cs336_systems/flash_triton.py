@@ -94,23 +94,16 @@ def _strided(x: Float[Tensor, "... n d"]) -> "Strided":
     return Strided(x, *x.stride())
 
 
-def _operand(x: Float[Tensor, "... n d"], tile_size: int) -> "TensorDescriptor | Strided":
-    """x as the attention kernels read it, tile by tile.
+def _operand(x: Float[Tensor, "... n d"], tile_size: int, by_descriptor: bool) -> "TensorDescriptor | Strided":
+    """x as the attention kernels read it: a pointer with strides, or where the copy engine can read x a descriptor.
 
-    That is a tensor descriptor where Hopper's copy engine can read x: it wants rows without gaps and every other step a
-    positive multiple of 16 bytes. Elsewhere it is a pointer with strides.
+    The copy engine wants rows without gaps, and every other step to be a positive multiple of 16 bytes.
     """
     x = _as_4d(x)
     units = 16 // x.element_size()
     steps = [step if size > 1 else units for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    readable = (
-        (_gpu(x.device).has_copy_engine if x.is_cuda else True)
-        and x.numel() > 0
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(step > 0 and step % units == 0 for step in steps)
-    )
-    if not readable:
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % units == 0 for step in steps)
+    if not (by_descriptor and aligned and x.stride(-1) == 1 and x.numel() > 0):
         return Strided(x, *x.stride())
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, tile_size, padded_head_dim(x.shape[-1])])
 
@@ -159,7 +152,7 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
 
 def _operands(tile: Tile, q: Queries, k: Keys, v: Keys, *dO: Queries) -> "list[TensorDescriptor | Strided]":
     sizes = (tile.q_tile_size, tile.k_tile_size, tile.k_tile_size, tile.q_tile_size)
-    return [_operand(x, size) for x, size in zip((q, k, v, *dO), sizes, strict=False)]
+    return [_operand(x, size, tile.by_descriptor) for x, size in zip((q, k, v, *dO), sizes, strict=False)]
 
 
 def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> dict[str, Any]:

@@ -19,11 +19,6 @@ class Gpu:
     shared_memory: int  # bytes that one program may use
 
     @property
-    def has_copy_engine(self) -> bool:
-        """Whether tiles can be fetched by tensor descriptor."""
-        return self.capability >= (9, 0)
-
-    @property
     def has_tf32(self) -> bool:
         return self.capability >= (8, 0)
 
@@ -40,14 +35,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched: rows of its tiles, warps per program, stages of its software pipeline, and how many
-    heads are worked on side by side (see `primitives.assigned_tile`)."""
+    """How a kernel is launched."""
 
-    q_tile_size: int
-    k_tile_size: int
-    num_warps: int
-    num_stages: int
-    head_group: int = 4
+    q_tile_size: int  # rows of a query tile
+    k_tile_size: int  # rows of a key tile
+    num_warps: int  # per program
+    num_stages: int  # of the software pipeline that loads tiles ahead
+    head_group: int = 4  # heads worked on side by side, see `primitives.assigned_tile`
+    by_descriptor: bool = False  # whether tiles are fetched by the copy engine; pays where both sizes suit wgmma
 
 
 @dataclass(frozen=True)
@@ -69,18 +64,20 @@ def padded_head_dim(d: int) -> int:
 
 
 # The interpreter runs NumPy on whole tiles: few of them, but unlike in shape, so that short tests meet every edge.
-INTERPRETER = Tiles(forward=Tile(64, 32, 1, 1), dk_dv=Tile(32, 64, 1, 1), dq=Tile(64, 32, 1, 1))
+INTERPRETER = Tiles(
+    forward=Tile(64, 32, 1, 1, by_descriptor=True), dk_dv=Tile(32, 64, 1, 1, by_descriptor=True), dq=Tile(64, 32, 1, 1)
+)
 
 # (bytes per element, padded head dim) -> tiles. Small tiles win: several programs on one multiprocessor hide one
 # another's softmax and loads better than one large tile does.
 
 # Timed on an H200; widths 16 and 32 follow 64, float32 was timed at 64 and 128.
 HOPPER = {
-    (2, 16): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 8), Tile(64, 64, 4, 3)),
-    (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, 8), Tile(64, 64, 4, 3)),
-    (2, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3, 8), Tile(64, 64, 4, 3)),
-    (2, 128): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2, 8), Tile(64, 64, 4, 2)),
-    (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (2, 16): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 3, 8, True), Tile(64, 64, 4, 3, 4, True)),
+    (2, 32): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 3, 8, True), Tile(64, 64, 4, 3, 4, True)),
+    (2, 64): Tiles(Tile(128, 64, 8, 3, 4, True), Tile(64, 64, 4, 3, 8, True), Tile(64, 64, 4, 3, 4, True)),
+    (2, 128): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 2, 8, True), Tile(64, 64, 4, 2, 4, True)),
+    (2, 256): Tiles(Tile(128, 64, 8, 2, 4, True), Tile(32, 32, 4, 2), Tile(32, 64, 4, 2)),
     (4, 16): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
     (4, 32): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
     (4, 64): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
@@ -136,7 +133,8 @@ def shared_memory_bound(held: int, streamed: int, tile: Tile, width: int, dtype:
     # Float32 products, and all products without tensor cores, go by way of copies in another layout.
     copied = 2 * max(tile.q_tile_size, tile.k_tile_size) if dtype == torch.float32 or not gpu.has_tf32 else 0
     L_and_delta = 8 * streamed
-    return (held + 2 * streamed + copied) * width * dtype.itemsize + L_and_delta
+    barriers = KIB
+    return (held + 2 * streamed + copied) * width * dtype.itemsize + L_and_delta + barriers
 
 
 def fitted(tile: Tile, bound: Callable[[Tile], int], gpu: Gpu) -> Tile:
