@@ -146,6 +146,7 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
             enable_fp_fusion=is_half,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
             **arguments,
         )
 

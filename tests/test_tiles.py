@@ -1,14 +1,13 @@
 """Tile choices: pure functions of what a GPU reports, and every entry of the tables by itself."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cs336_systems import flash_triton
 from cs336_systems.kernels import tiles
-from cs336_systems.kernels.tiles import AMPERE, HOPPER, INTERPRETER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
+from cs336_systems.kernels.tiles import AMPERE, HOPPER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
 
 from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
 from .reference import Case, Result, assert_within_budget, dense_attention
@@ -97,8 +96,8 @@ def distinct(kernel: str) -> list[tuple[int, int, Tile]]:
     tables = (HOPPER,) if NATIVE else (HOPPER, AMPERE, TURING)
     entries = {(size, d, getattr(chosen, kernel)) for table in tables for (size, d), chosen in table.items()}
     if INTERPRETED:
-        tile_sizes = {replace(tile, num_warps=1, num_stages=1, head_group=1) for _, _, tile in entries}
-        entries = {(4, 16, tile) for tile in tile_sizes | {getattr(INTERPRETER, kernel)}}
+        sizes = {(tile.q_tile_size, tile.k_tile_size) for _, _, tile in entries}
+        entries = {(4, 16, Tile(*pair, 1, 1, by_descriptor=fetched)) for pair in sizes for fetched in (False, True)}
     return sorted(entries, key=repr)
 
 
