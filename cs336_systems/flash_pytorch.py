@@ -29,13 +29,13 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
+def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
     """One tile of S = scale · Q K^T, with -inf where query i sees no key j, that is where i < j."""
-    S = Q_i.shape[-1] ** -0.5 * (Q_i @ K_j.mT)
-    last_key = j + K_j.shape[-2] - 1
+    S = q_i.shape[-1] ** -0.5 * (q_i @ k_j.mT)
+    last_key = j + k_j.shape[-2] - 1
     if is_causal and i < last_key:  # otherwise every query of the tile sees every key of it
-        queries = i + torch.arange(Q_i.shape[-2], device=S.device)
-        keys = j + torch.arange(K_j.shape[-2], device=S.device)
+        queries = i + torch.arange(q_i.shape[-2], device=S.device)
+        keys = j + torch.arange(k_j.shape[-2], device=S.device)
         S = S.masked_fill(queries[:, None] < keys, -math.inf)
     return S
 
@@ -65,23 +65,24 @@ def flash_forward(
 
     for i in range(0, n_queries, q_tile_size):
         queries = slice(i, min(i + q_tile_size, n_queries))
-        Q_i = q[..., queries, :].to(dtype)  # line 5
-        O_i = torch.zeros_like(Q_i)  # line 6
-        l = torch.zeros_like(Q_i[..., :1])
+        q_i = q[..., queries, :].to(dtype)  # line 5
+        o_i = torch.zeros_like(q_i)  # line 6
+        l = torch.zeros_like(q_i[..., :1])
         m = torch.full_like(l, -math.inf)
 
-        # line 7; key tiles after the tile's last query are masked throughout and never visited
+        # line 7; key tiles after the tile's last query are masked throughout and never visited. Every query sees key 0,
+        # so m is finite from the first tile on, and no exponent is -inf - (-inf).
         for j in range(0, min(n_keys, queries.stop) if is_causal else n_keys, k_tile_size):
-            K_j = k[..., j : j + k_tile_size, :].to(dtype)  # line 8
-            V_j = v[..., j : j + k_tile_size, :].to(dtype)
-            S = _scores(Q_i, K_j, i, j, is_causal)  # line 9
+            k_j = k[..., j : j + k_tile_size, :].to(dtype)  # line 8
+            v_j = v[..., j : j + k_tile_size, :].to(dtype)
+            S = _scores(q_i, k_j, i, j, is_causal)  # line 9
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))  # line 10
             P = torch.exp(S - m_new)  # line 11
             l = torch.exp(m - m_new) * l + P.sum(-1, keepdim=True)  # line 12
-            O_i = torch.exp(m - m_new) * O_i + P @ V_j  # line 13
+            o_i = torch.exp(m - m_new) * o_i + P @ v_j  # line 13
             m = m_new
 
-        o[..., queries, :] = O_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where there are no keys
+        o[..., queries, :] = o_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where there are no keys
         L[..., queries] = (m + torch.log(l)).squeeze(-1)  # lines 16 and 18
     return o, L
 
@@ -124,28 +125,28 @@ def flash_backward(
 
     for j in range(0, n_keys, k_tile_size):  # line 6
         keys = slice(j, min(j + k_tile_size, n_keys))
-        K_j, V_j = k[..., keys, :].to(dtype), v[..., keys, :].to(dtype)  # line 7
-        dK_j, dV_j = torch.zeros_like(K_j), torch.zeros_like(V_j)  # line 8
+        k_j, v_j = k[..., keys, :].to(dtype), v[..., keys, :].to(dtype)  # line 7
+        dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)  # line 8
 
         # line 9; query tiles before the key tile's first key see none of it and are never visited
         for i in range(j // q_tile_size * q_tile_size if is_causal else 0, n_queries, q_tile_size):
             queries = slice(i, i + q_tile_size)
-            Q_i, dO_i = q[..., queries, :].to(dtype), dO[..., queries, :].to(dtype)  # line 10
+            q_i, dO_i = q[..., queries, :].to(dtype), dO[..., queries, :].to(dtype)  # line 10
             L_i, delta_i = L[..., queries, None], delta[..., queries, None]
-            S = _scores(Q_i, K_j, i, j, is_causal)  # line 11 (13)
+            S = _scores(q_i, k_j, i, j, is_causal)  # line 11 (13)
             P = torch.exp(S - L_i)  # line 12 (14)
             if needs_dv:
-                dV_j += P.mT @ dO_i  # line 13 (15)
+                dv_j += P.mT @ dO_i  # line 13 (15)
             if needs_dq or needs_dk:
-                dP = dO_i @ V_j.mT  # line 14 (16)
+                dP = dO_i @ v_j.mT  # line 14 (16)
                 dS = scale * P * (dP - delta_i)  # line 15 (17)
             if needs_dq:
-                dq[..., queries, :] += dS @ K_j  # line 16 (18)
+                dq[..., queries, :] += dS @ k_j  # line 16 (18)
             if needs_dk:
-                dK_j += dS.mT @ Q_i  # line 17 (19)
+                dk_j += dS.mT @ q_i  # line 17 (19)
 
-        dk[..., keys, :] = dK_j  # line 19
-        dv[..., keys, :] = dV_j
+        dk[..., keys, :] = dk_j  # line 19
+        dv[..., keys, :] = dv_j
     return dq.to(q.dtype) if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None
 
 

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.dense_backward import compiled_dense_backward
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.kernels.tiles import DELTA, INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
@@ -54,27 +53,27 @@ def _tiles(x: Tensor) -> Tiles:
 
     Raises:
         RuntimeError: Triton is not installed.
-        ValueError: CPU tensors without the interpreter, or a device that is no GPU.
-        TypeError: a dtype that the device has no instructions for.
+        ValueError: a CPU tensor without the interpreter; a device that is no GPU, or one that is too old or too small.
+        TypeError: a dtype that the device, or the interpreter, cannot compute in.
     """
     if triton is None:
         raise RuntimeError(
             "FlashAttention2Triton needs Triton, which is not installed here (it exists for Linux only); "
             "FlashAttention2Pytorch computes the same without it"
         )
-    if x.is_cuda:
-        return pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
-    if x.device.type != "cpu" or not is_interpreted():
+    if is_interpreted():
+        if x.dtype == torch.bfloat16:
+            raise TypeError(
+                f"got {x.dtype} in Triton's interpreter, whose matmul is wrong in that dtype; allowed there: "
+                "torch.float16, torch.float32"
+            )
+        return INTERPRETER
+    if not x.is_cuda:
         raise ValueError(
             f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
             "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
         )
-    if x.dtype == torch.bfloat16:
-        raise TypeError(
-            f"got {x.dtype} on the CPU, where the matmul of Triton's interpreter is wrong in that dtype; allowed "
-            "there: torch.float16, torch.float32"
-        )
-    return INTERPRETER
+    return pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
 
 
 def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
@@ -95,17 +94,29 @@ def _strided(x: Float[Tensor, "... n d"]) -> "Strided":
 
 
 def _operand(x: Float[Tensor, "... n d"], tile_size: int, by_descriptor: bool) -> "TensorDescriptor | Strided":
-    """x as the attention kernels read it: a pointer with strides, or where the copy engine can read x a descriptor.
+    """x as the attention kernels read it: a descriptor, where asked for and where the copy engine can read x, or else
+    a pointer with strides.
 
     The copy engine wants rows without gaps, and every other step to be a positive multiple of 16 bytes.
     """
     x = _as_4d(x)
-    units = 16 // x.element_size()
-    steps = [step if size > 1 else units for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % units == 0 for step in steps)
+    elements_in_16_bytes = 16 // x.element_size()
+    steps = [
+        step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
+        for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    ]
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
     if not (by_descriptor and aligned and x.stride(-1) == 1 and x.numel() > 0):
-        return Strided(x, *x.stride())
+        return _strided(x)
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+
+
+def _query_operand(x: Queries, tile: Tile) -> "TensorDescriptor | Strided":
+    return _operand(x, tile.q_tile_size, tile.by_descriptor)
+
+
+def _key_operand(x: Keys, tile: Tile) -> "TensorDescriptor | Strided":
+    return _operand(x, tile.k_tile_size, tile.by_descriptor)
 
 
 def _with_dense_rows(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
@@ -119,7 +130,7 @@ def _input_precision(x: Tensor) -> str:
     Otherwise, at "highest" precision, by three TF32 products of split operands, which are as exact as float32 and two
     to four times as fast as float32 arithmetic; that itself is left to GPUs without TF32.
     """
-    if x.dtype != torch.float32 or not x.is_cuda or not _gpu(x.device).has_tf32:
+    if x.dtype != torch.float32 or is_interpreted() or not _gpu(x.device).has_tensor_cores:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -142,18 +153,14 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
             D_TILE_SIZE=padded_head_dim(rows.shape[-1]),
             Q_TILE_SIZE=tile.q_tile_size,
             BASE_2=is_half,
-            # Fused, scale · S - L keeps digits of scale · S that L was rounded without; exp magnifies the difference.
+            # A fused multiply-add would leave scale · S unrounded, while L came of rounded scores; where scores are
+            # large, exp turns the difference into an error of P. In 16 bits the scores themselves are coarser.
             enable_fp_fusion=is_half,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
             **arguments,
         )
-
-
-def _operands(tile: Tile, q: Queries, k: Keys, v: Keys, *dO: Queries) -> "list[TensorDescriptor | Strided]":
-    sizes = (tile.q_tile_size, tile.k_tile_size, tile.k_tile_size, tile.q_tile_size)
-    return [_operand(x, size, tile.by_descriptor) for x, size in zip((q, k, v, *dO), sizes, strict=False)]
 
 
 def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> dict[str, Any]:
@@ -169,21 +176,26 @@ def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> di
     }
 
 
+# A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
+# one, leaves the choice to `_tiles`. Each raises what `_tiles` raises, and ValueError past MAX_PROGRAMS programs.
+
+
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
-    """Algorithm 1: o, and L in float32 (natural logarithm)."""
+    """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     tile = tile or _tiles(q).forward
     o, L = _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    tensors = *_operands(tile, q, k, v), _strided(o), L
+    tensors = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _strided(o), L
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(forward_kernels.flash_forward_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
     return o, L
 
 
 def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQuery]:
-    """Algorithm 2, line 2: delta; and L in the base of the kernels' exponentials."""
+    """Algorithm 2, line 2: delta in float32; and L in the base of the kernels' exponentials."""
     delta, L_base = torch.empty_like(L), torch.empty_like(L)
     kernel = backward_kernels.flash_backward_delta_kernel
-    _launch(kernel, DELTA, o, DELTA.q_tile_size, _strided(o), _strided(dO), L, delta, L_base, n_queries=o.shape[-2])
+    tensors = _strided(o), _strided(dO), L, delta, L_base
+    _launch(kernel, DELTA, o, DELTA.q_tile_size, *tensors, n_queries=o.shape[-2])
     return delta, L_base
 
 
@@ -191,10 +203,11 @@ def launch_dk_dv(
     q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
     tile: Tile | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
-    """Algorithm 2 without line 16: dk and dv."""
+    """Algorithm 2 without line 16: dk and dv, from what `launch_delta` gave."""
     tile = tile or _tiles(q).dk_dv
     dk, dv = _empty_like(k), _empty_like(v)
-    tensors = *_operands(tile, q, k, v, dO), _strided(dk), _strided(dv), L_base, delta
+    inputs = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _query_operand(dO, tile)
+    tensors = *inputs, _strided(dk), _strided(dv), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dk_dv_kernel, tile, k, tile.k_tile_size, *tensors, **arguments)
     return dk, dv
@@ -204,10 +217,11 @@ def launch_dq(
     q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
     tile: Tile | None = None,
 ) -> Queries:  # fmt: skip
-    """Algorithm 2 with its loops exchanged: dq, line 16."""
+    """Algorithm 2 with its loops exchanged: dq, line 16, from what `launch_delta` gave."""
     tile = tile or _tiles(q).dq
     dq = _empty_like(q)
-    tensors = *_operands(tile, q, k, v, dO), _strided(dq), L_base, delta
+    inputs = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _query_operand(dO, tile)
+    tensors = *inputs, _strided(dq), L_base, delta
     arguments = _attention_arguments(tile, q, k, is_causal)
     _launch(backward_kernels.flash_backward_dq_kernel, tile, q, tile.q_tile_size, *tensors, **arguments)
     return dq
@@ -288,17 +302,3 @@ class FlashAttention2Triton(torch.autograd.Function):
         if needs_dq:
             dq = _dq(q, k, v, dO, L_base, delta, ctx.is_causal)
         return dq, dk if needs_dk else None, dv if needs_dv else None, None
-
-
-class FlashAttention2TritonDenseBackward(torch.autograd.Function):
-    """The step before `FlashAttention2Triton`: its forward, and a backward that recomputes attention densely.
-
-    `.apply(q, k, v, is_causal=False) -> o`, inputs and errors as there; the backward takes memory O(n_queries·n_keys).
-    """
-
-    forward = FlashAttention2Triton.forward
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dO):
-        return *compiled_dense_backward(*ctx.saved_tensors[:4], dO, ctx.saved_tensors[4], ctx.is_causal), None

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 
 from cs336_systems.kernels.primitives import (
-    LOG2_E,
     assigned_tile,
     exp_in_base,
+    load_per_query,
     load_tile,
-    scale_in_base,
+    per_query,
+    store_per_query,
     store_tile,
+    to_base,
     visible,
     visible_keys,
     visible_queries,
@@ -28,122 +30,96 @@ from cs336_systems.kernels.primitives import (
 
 @triton.jit
 def flash_backward_delta_kernel(
-    o,
-    dO,
-    L_ptr,
-    delta_ptr,
-    L_base_ptr,
-    n_heads,
-    n_batch_heads,
-    n_queries,
-    D: tl.constexpr,
-    D_TILE_SIZE: tl.constexpr,
-    Q_TILE_SIZE: tl.constexpr,
-    BASE_2: tl.constexpr,
-):
-    """Line 2, delta = row sum of dO ∘ O; and L in the base of the exponentials."""
+    o, dO, L_ptr, delta_ptr, L_base_ptr, n_heads, n_batch_heads, n_queries,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, BASE_2: tl.constexpr,
+):  # fmt: skip
+    """Line 2, delta = row sum of dO ∘ O; and L in the base of the exponentials.
+
+    o, dO: (batch, heads, n_queries, D). L_ptr, delta_ptr, L_base_ptr: float32, contiguous (batch, heads, n_queries).
+    """
     tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
     i = tile * Q_TILE_SIZE
-    o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
+    o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
+    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, Q_TILE_SIZE, CHECK=True)
 
-    rows = i + tl.arange(0, Q_TILE_SIZE)
-    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
-    L_i = tl.load(L_ptr + first_row + rows, mask=rows < n_queries, other=0.0)
-    tl.store(delta_ptr + first_row + rows, delta_i, mask=rows < n_queries)
-    if BASE_2:
-        L_i = L_i * LOG2_E
-    tl.store(L_base_ptr + first_row + rows, L_i, mask=rows < n_queries)
+    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
+    L_base = per_query(L_base_ptr, batch, head, n_heads, n_queries)
+    store_per_query(delta, i, n_queries, delta_i, Q_TILE_SIZE)
+    store_per_query(L_base, i, n_queries, to_base(L_i, BASE_2), Q_TILE_SIZE)
 
 
 @triton.jit
 def flash_backward_dk_dv_kernel(
-    q,
-    k,
-    v,
-    dO,
-    dk,
-    dv,
-    L_base_ptr,
-    delta_ptr,
-    n_heads,
-    n_batch_heads,
-    n_queries,
-    n_keys,
-    scale,
-    D: tl.constexpr,
-    D_TILE_SIZE: tl.constexpr,
-    Q_TILE_SIZE: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BASE_2: tl.constexpr,
-    HEAD_GROUP: tl.constexpr,
-):
-    """dK and dV of the keys j, …, j + K_TILE_SIZE - 1 of one head."""
+    q, k, v, dO, dk, dv, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
+
+    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta
+    kernel left them. scale: 1 / sqrt(D). D_TILE_SIZE: D padded to a power of two.
+    """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
+    score_scale = to_base(scale, BASE_2)
+    L = per_query(L_base_ptr, batch, head, n_heads, n_queries)
+    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
 
-    k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)  # line 7
-    v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, True)
+    k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 7
+    v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     dk_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)  # line 8
     dv_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
-    # line 9: query tiles on the diagonal; whole ones that see every key of this tile; the ragged last one.
+    # line 9: the query tiles on the diagonal; the whole ones that see every key of this tile; the ragged last one. Keys
+    # past n_keys need no mask in between: each owns a row of dK and dV, and those rows are never stored.
     begin, unmasked_begin, unmasked_end = visible_queries(j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
-    L_head, delta_head = L_base_ptr + first_row, delta_ptr + first_row
-    score_scale = scale_in_base(scale, BASE_2)
     if IS_CAUSAL:
         dk_j, dv_j = _accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
+            dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
             j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, score_scale,
             D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
         )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
+        dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
         j, unmasked_begin, unmasked_end, n_queries, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
+        dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
         j, unmasked_end, n_queries, n_queries, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
-    # line 19
-    store_tile(dk, batch, head, j, n_keys, dk_j * scale, D, K_TILE_SIZE, D_TILE_SIZE)
+    store_tile(dk, batch, head, j, n_keys, dk_j * scale, D, K_TILE_SIZE, D_TILE_SIZE)  # line 19
     store_tile(dv, batch, head, j, n_keys, dv_j, D, K_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, dO, batch, head, L_head, delta_head,
+    dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
     j, first_query, end_query, n_queries, n_keys, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Lines 10 to 17, without dQ, for the query tiles from first_query to end_query.
+    """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query.
 
     S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
-    and 17 want. Queries past n_queries are loaded as zeros, their dO and delta too, and add nothing.
+    and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta: their P is exp(0 - 0), never
+    inf, and they add nothing.
     """
     keys = j + tl.arange(0, K_TILE_SIZE)
     for i in tl.range(first_query, end_query, Q_TILE_SIZE):
-        queries = i + tl.arange(0, Q_TILE_SIZE)
-        q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 10
-        dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, MASKED)
-        if MASKED:
-            L_i = tl.load(L_head + queries, mask=queries < n_queries, other=0.0)
-            delta_i = tl.load(delta_head + queries, mask=queries < n_queries, other=0.0)
-        else:
-            L_i = tl.load(L_head + queries)
-            delta_i = tl.load(delta_head + queries)
-        S_T = tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
+        q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 10
+        dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
+        L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
+        delta_i = load_per_query(delta, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
+        S_T = tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:
+            queries = i + tl.arange(0, Q_TILE_SIZE)
             P_T = tl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
         dv_j = tl.dot(P_T.to(dO_i.dtype), dO_i, dv_j, input_precision=INPUT_PRECISION)  # line 13 (15)
         dP_T = tl.dot(v_j, tl.trans(dO_i), input_precision=INPUT_PRECISION)  # line 14 (16)
@@ -154,43 +130,31 @@ def _accumulate_dk_dv(
 
 @triton.jit
 def flash_backward_dq_kernel(
-    q,
-    k,
-    v,
-    dO,
-    dq,
-    L_base_ptr,
-    delta_ptr,
-    n_heads,
-    n_batch_heads,
-    n_queries,
-    n_keys,
-    scale,
-    D: tl.constexpr,
-    D_TILE_SIZE: tl.constexpr,
-    Q_TILE_SIZE: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BASE_2: tl.constexpr,
-    HEAD_GROUP: tl.constexpr,
-):
-    """dQ of the queries i, …, i + Q_TILE_SIZE - 1 of one head: Algorithm 2 with its loops exchanged."""
+    q, k, v, dO, dq, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2 with its loops exchanged for the queries i, …, i + Q_TILE_SIZE - 1 of one head: their dQ.
+
+    q, dO, dq: (batch, heads, n_queries, D); k, v: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta kernel
+    left them. scale: 1 / sqrt(D). D_TILE_SIZE: D padded to a power of two.
+    """
     n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
     # Causal work grows with the query index: the last tile is the longest and goes first.
-    i = (n_tiles - 1 - tile) * Q_TILE_SIZE
+    i = (n_tiles - 1 - tile) * Q_TILE_SIZE  # line 9
+    score_scale = to_base(scale, BASE_2)
+    L = per_query(L_base_ptr, batch, head, n_heads, n_queries)
+    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
 
-    q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)  # line 10
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, True)
-    queries = i + tl.arange(0, Q_TILE_SIZE)
-    first_row = (batch.to(tl.int64) * n_heads + head) * n_queries
-    L_i = tl.load(L_base_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
-    delta_i = tl.load(delta_ptr + first_row + queries, mask=queries < n_queries, other=0.0)
+    q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=True)
+    delta_i = load_per_query(delta, i, n_queries, Q_TILE_SIZE, CHECK=True)
     dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
-    end, unmasked_end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-    score_scale = scale_in_base(scale, BASE_2)
+    # line 6: the key tiles that the forward visits, in the same two parts
+    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
     dq_i = _accumulate_dq(
         dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
@@ -211,9 +175,9 @@ def _accumulate_dq(
     """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
-        k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)  # line 7
-        v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, MASKED)
-        S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), unscaled
+        k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 7
+        v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
+        S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), scaled in the next
         P = exp_in_base(S * score_scale - L_i[:, None], BASE_2)  # line 12 (14)
         if MASKED:
             keys = j + tl.arange(0, K_TILE_SIZE)

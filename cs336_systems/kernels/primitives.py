@@ -1,7 +1,7 @@
-"""Small pieces that every kernel uses: how a program finds its work, and how a tile gets in and out of memory.
+"""Small pieces that every kernel uses: how a program finds its work, how tiles enter and leave memory, what is visible.
 
-Tensors (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine can read them, as Triton's tensor
-descriptors. Only `load_tile` knows the difference.
+Inputs (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine is to read them, as Triton's
+tensor descriptors; in the kernels only `load_tile` knows the difference. Outputs are always `Strided`.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Strided(NamedTuple):
-    """A tensor (batch, heads, n, d) as kernels take it: where it starts and how far apart its elements are."""
+    """A tensor (batch, heads, n, d) as kernels take it: where it starts, and the steps between its elements."""
 
     ptr: Any
     batch_stride: Any
@@ -28,8 +28,8 @@ def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
     """Which tile of which head this program works on: (tile, batch, head).
 
     Programs start in the order of their number. Heads go in groups of HEAD_GROUP whose tensors stay in L2 together;
-    within a group all heads do tile 0 first, then tile 1, ..., so a kernel that numbers its longest tile 0 starts the
-    longest work first and ends with the shortest.
+    within a group all heads do tile 0 first, then tile 1, and so on. A kernel that numbers its longest tile 0 therefore
+    starts with the longest work and ends with the shortest.
     """
     program = tl.program_id(0)
     first = program // (n_tiles * HEAD_GROUP) * HEAD_GROUP
@@ -41,78 +41,103 @@ def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    x,
-    batch,
-    head,
-    start,
-    n,
-    D: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
-    D_TILE_SIZE: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-):
-    """Rows `start` to `start` + TILE_SIZE of one head's (n, d) matrix: a tile (TILE_SIZE, D_TILE_SIZE).
+    x, batch, head, start, n,
+    D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr, CHECK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows start, …, start + TILE_SIZE - 1 of one head's matrix (n, D), as a tile (TILE_SIZE, D_TILE_SIZE).
 
-    Columns past D are zeros, and so are rows past n; they may only occur where CHECK_ROWS says so.
+    Columns past D are zeros, and so are rows past n, which may only occur where CHECK_ROWS says so.
     """
-    rows = tl.arange(0, TILE_SIZE)
-    cols = tl.arange(0, D_TILE_SIZE)
     if isinstance(x, tl.tensor_descriptor):
         # The copy engine knows the tensor's shape and fills in the zeros by itself.
         return x.load([batch, head, start, 0]).reshape(TILE_SIZE, D_TILE_SIZE)
-    elif CHECK_ROWS and D < D_TILE_SIZE:
-        in_range = (start + rows < n)[:, None] & (cols < D)[None, :]
-        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=in_range, other=0.0)
-    elif CHECK_ROWS:
-        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=(start + rows < n)[:, None], other=0.0)
-    elif D < D_TILE_SIZE:
-        return tl.load(tile_pointers(x, batch, head, start, rows, cols), mask=(cols < D)[None, :], other=0.0)
     else:
-        return tl.load(tile_pointers(x, batch, head, start, rows, cols))
+        rows = start + tl.arange(0, TILE_SIZE)
+        cols = tl.arange(0, D_TILE_SIZE)
+        pointers = tile_pointers(x, batch, head, start, TILE_SIZE, D_TILE_SIZE)
+        if CHECK_ROWS and D < D_TILE_SIZE:
+            return tl.load(pointers, mask=(rows < n)[:, None] & (cols < D)[None, :], other=0.0)
+        elif CHECK_ROWS:
+            return tl.load(pointers, mask=(rows < n)[:, None], other=0.0)
+        elif D < D_TILE_SIZE:
+            return tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(x, batch, head, start, n, tile, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr):
-    """Store a tile in rows `start` … of one head's (n, d) matrix, without its rows past n and its columns past D."""
-    rows = tl.arange(0, TILE_SIZE)
+def store_tile(
+    x, batch, head, start, n, tile, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr
+):  # fmt: skip
+    """Store a tile where `load_tile` would read it, without its rows past n and its columns past D."""
+    rows = start + tl.arange(0, TILE_SIZE)
     cols = tl.arange(0, D_TILE_SIZE)
-    pointers = tile_pointers(x, batch, head, start, rows, cols)
-    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=(start + rows < n)[:, None] & (cols < D)[None, :])
+    pointers = tile_pointers(x, batch, head, start, TILE_SIZE, D_TILE_SIZE)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=(rows < n)[:, None] & (cols < D)[None, :])
 
 
 @triton.jit
-def tile_pointers(x, batch, head, start, rows, cols):
-    """Where the elements of a tile lie. In 64 bits: a tensor may have over 2^31 elements, with any strides."""
+def tile_pointers(x, batch, head, start, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr):
+    """Where the elements of a tile lie. In 64 bits: a tensor may have more than 2^31 elements, and any strides."""
     matrix = x.ptr + tl.cast(batch, tl.int64) * x.batch_stride + tl.cast(head, tl.int64) * x.head_stride
     tile = matrix + tl.cast(start, tl.int64) * x.row_stride
-    return tile + rows[:, None].to(tl.int64) * x.row_stride + cols[None, :].to(tl.int64) * x.col_stride
+    rows = tl.arange(0, TILE_SIZE).to(tl.int64)
+    cols = tl.arange(0, D_TILE_SIZE).to(tl.int64)
+    return tile + rows[:, None] * x.row_stride + cols[None, :] * x.col_stride
 
 
 @triton.jit
-def scale_in_base(scale, BASE_2: tl.constexpr):
-    """The factor that turns q·k into scores of which `exp_in_base` takes the exponential."""
-    return scale * LOG2_E if BASE_2 else scale
+def per_query(ptr, batch, head, n_heads, n_queries):
+    """Where one head's row of a contiguous (batch, heads, n_queries) begins: L and delta are kept like that."""
+    return ptr + (tl.cast(batch, tl.int64) * n_heads + head) * n_queries
+
+
+@triton.jit
+def load_per_query(ptr, start, n_queries, TILE_SIZE: tl.constexpr, CHECK: tl.constexpr):
+    """Entries start, …, start + TILE_SIZE - 1; zeros past n_queries, which may only occur where CHECK says so."""
+    queries = start + tl.arange(0, TILE_SIZE)
+    return tl.load(ptr + queries, mask=queries < n_queries, other=0.0) if CHECK else tl.load(ptr + queries)
+
+
+@triton.jit
+def store_per_query(ptr, start, n_queries, values, TILE_SIZE: tl.constexpr):
+    """Store what `load_per_query` would read, without entries past n_queries."""
+    queries = start + tl.arange(0, TILE_SIZE)
+    tl.store(ptr + queries, values, mask=queries < n_queries)
+
+
+@triton.jit
+def to_base(x, BASE_2: tl.constexpr):
+    """x in the units of `exp_in_base`: with BASE_2, log2(e) · x, so that exp2 of it is exp(x).
+
+    The hardware's exponential is exp2. With log2(e) folded into the scale, exp(scale · S - m) takes one multiply-add
+    and one exp2 a score, without another multiplication; in return S picks up an error in the last place of float32.
+    Kernels therefore take base 2 for 16-bit inputs, and e for float32.
+    """
+    return x * LOG2_E if BASE_2 else x
+
+
+@triton.jit
+def from_base(x, BASE_2: tl.constexpr):
+    """The inverse of `to_base`."""
+    return x * LN_2 if BASE_2 else x
 
 
 @triton.jit
 def exp_in_base(x, BASE_2: tl.constexpr):
-    """exp2 or exp.
-
-    The hardware's exponential is exp2, and exp(S - m) = exp2(log2(e) · S - log2(e) · m): with log2(e) folded into the
-    scale, base 2 saves a multiplication for every score. It costs a rounding or two in the last place of float32, so
-    float32 inputs go without.
-    """
+    """exp of the number that `to_base` made x of."""
     return tl.exp2(x) if BASE_2 else tl.exp(x)
 
 
 @triton.jit
 def log_in_base(x, BASE_2: tl.constexpr):
+    """The inverse of `exp_in_base`."""
     return tl.log2(x) if BASE_2 else tl.log(x)
 
 
 @triton.jit
 def visible(queries, keys, n_keys, IS_CAUSAL: tl.constexpr):
-    """Which query sees which key: every query all keys there are, or, causal, key j from query i = j on."""
+    """True where a query sees a key: the key exists (j < n_keys) and, if causal, i >= j."""
     if IS_CAUSAL:
         return (keys < n_keys) & (queries >= keys)
     else:
@@ -121,23 +146,23 @@ def visible(queries, keys, n_keys, IS_CAUSAL: tl.constexpr):
 
 @triton.jit
 def visible_keys(i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """(end, unmasked_end): the query tile at i sees keys only before `end`, and all of its queries see all keys before
-    `unmasked_end`, a multiple of K_TILE_SIZE. Between the two lie the diagonal and the ragged edge.
+    """(unmasked_end, end): all queries of the tile at i see all keys before `unmasked_end`, a multiple of K_TILE_SIZE,
+    and none sees a key from `end` on. Between the two lie the diagonal and the ragged edge.
     """
     if IS_CAUSAL:
-        end = tl.minimum(n_keys, i + Q_TILE_SIZE)
         unmasked_end = tl.minimum(n_keys, i + 1)
+        end = tl.minimum(n_keys, i + Q_TILE_SIZE)
     else:
-        end = n_keys
         unmasked_end = n_keys
-    return end, unmasked_end // K_TILE_SIZE * K_TILE_SIZE
+        end = n_keys
+    return unmasked_end // K_TILE_SIZE * K_TILE_SIZE, end
 
 
 @triton.jit
 def visible_queries(j, n_queries, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """(begin, unmasked_begin, unmasked_end): the key tile at j is seen by no query before `begin`, and by all queries
-    of the whole tiles from `unmasked_begin` to `unmasked_end`; before them lies the diagonal, after them the ragged
-    edge. All three are multiples of Q_TILE_SIZE, in this order.
+    """(begin, unmasked_begin, unmasked_end): no query before `begin` sees a key of the tile at j, and all queries of
+    the whole tiles from `unmasked_begin` to `unmasked_end` see all of its keys. Between the first two lies the
+    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order.
     """
     if IS_CAUSAL:
         begin = j // Q_TILE_SIZE * Q_TILE_SIZE

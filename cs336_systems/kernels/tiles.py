@@ -19,7 +19,8 @@ class Gpu:
     shared_memory: int  # bytes that one program may use
 
     @property
-    def has_tf32(self) -> bool:
+    def has_tensor_cores(self) -> bool:
+        """Whether Triton multiplies by tensor core (TF32 among their types); Triton 3.6 leaves Turing's unused."""
         return self.capability >= (8, 0)
 
     def check(self, dtype: torch.dtype) -> None:
@@ -66,80 +67,123 @@ def padded_head_dim(d: int) -> int:
 
 # The interpreter runs NumPy on whole tiles: few of them, but unlike in shape, so that short tests meet every edge.
 INTERPRETER = Tiles(
-    forward=Tile(64, 32, 1, 1, by_descriptor=True), dk_dv=Tile(32, 64, 1, 1, by_descriptor=True), dq=Tile(64, 32, 1, 1)
+    forward=Tile(64, 32, 1, 1, by_descriptor=True),
+    dk_dv=Tile(32, 64, 1, 1, by_descriptor=True),
+    dq=Tile(64, 32, 1, 1),
 )
 
-# (bytes per element, padded head dim) -> tiles. Small tiles win: several programs on one multiprocessor hide one
-# another's softmax and loads better than one large tile does.
+# The tables: (bytes per element, padded head dim) -> tiles. Mostly small tiles win: several programs on one
+# multiprocessor hide one another's softmax and loads better than one large tile does.
 
-# Timed on an H200, but for width 16, which follows 32, and float32 at 16 and 32, which follow 64.
+# Timed on an H200 but for width 16, which follows 32, and float32 at 16 and 32, which follow 64.
 HOPPER = {
-    (2, 16): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 3, 8, True), Tile(64, 64, 4, 3, 4, True)),
-    (2, 32): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 3, 8, True), Tile(64, 64, 4, 3, 4, True)),
-    (2, 64): Tiles(Tile(64, 128, 4, 2, 4, True), Tile(64, 64, 4, 3, 8, True, 168), Tile(128, 64, 8, 3, 4, True)),
-    (2, 128): Tiles(Tile(64, 64, 4, 3, 4, True), Tile(64, 64, 4, 2, 8, True), Tile(64, 64, 4, 2, 4, True)),
-    (2, 256): Tiles(Tile(128, 64, 8, 2, 4, True), Tile(32, 32, 4, 2), Tile(32, 64, 4, 2)),
-    (4, 16): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 32): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 64): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 256): Tiles(Tile(16, 32, 4, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    **dict.fromkeys(
+        [(2, 16), (2, 32)],
+        Tiles(
+            forward=Tile(64, 64, 4, 3, by_descriptor=True),
+            dk_dv=Tile(64, 64, 4, 3, head_group=8, by_descriptor=True),
+            dq=Tile(64, 64, 4, 3, by_descriptor=True),
+        ),
+    ),
+    (2, 64): Tiles(
+        forward=Tile(64, 128, 4, 2, by_descriptor=True),
+        dk_dv=Tile(64, 64, 4, 3, head_group=8, by_descriptor=True, max_registers=168),
+        dq=Tile(128, 64, 8, 3, by_descriptor=True),
+    ),
+    (2, 128): Tiles(
+        forward=Tile(64, 64, 4, 3, by_descriptor=True),
+        dk_dv=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
+        dq=Tile(64, 64, 4, 2, by_descriptor=True),
+    ),
+    (2, 256): Tiles(forward=Tile(128, 64, 8, 2, by_descriptor=True), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 64, 4, 2)),
+    **dict.fromkeys(
+        [(4, 16), (4, 32), (4, 64)],
+        Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
+    ),
+    (4, 128): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
+    (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 2)),
 }
 
 # Compiled, not timed.
 AMPERE = {
-    (2, 16): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (2, 256): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 16): Tiles(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 32): Tiles(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 64): Tiles(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
-    (4, 128): Tiles(Tile(32, 16, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
-    (4, 256): Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    **dict.fromkeys(
+        [(2, 16), (2, 32), (2, 64)],
+        Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
+    ),
+    (2, 128): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
+    (2, 256): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
+    **dict.fromkeys(
+        [(4, 16), (4, 32), (4, 64)],
+        Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 16, 4, 2), dq=Tile(32, 32, 4, 2)),
+    ),
+    (4, 128): Tiles(forward=Tile(32, 16, 4, 2), dk_dv=Tile(16, 16, 4, 2), dq=Tile(16, 16, 4, 2)),
+    (4, 256): Tiles(forward=Tile(16, 16, 4, 2), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
 }
 
-# Compiled, not timed. No tensor-core matmul and no asynchronous copies here in Triton 3.6.
+# Compiled, not timed.
 TURING = {
-    (2, 16): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (2, 32): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (2, 64): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (2, 128): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    (2, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    (4, 16): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (4, 32): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (4, 64): Tiles(Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
-    (4, 128): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    **dict.fromkeys(
+        [(2, 16), (2, 32), (2, 64)],
+        Tiles(forward=Tile(32, 32, 4, 1), dk_dv=Tile(32, 32, 8, 1), dq=Tile(32, 32, 8, 1)),
+    ),
+    (2, 128): Tiles(forward=Tile(32, 16, 4, 1), dk_dv=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1)),
+    (2, 256): Tiles(forward=Tile(16, 16, 8, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
+    **dict.fromkeys(
+        [(4, 16), (4, 32), (4, 64)],
+        Tiles(forward=Tile(32, 32, 4, 1), dk_dv=Tile(16, 32, 4, 1), dq=Tile(32, 16, 4, 1)),
+    ),
+    # At 256 float32 needs more shared memory than Turing has: `fitted` says so.
+    **dict.fromkeys(
+        [(4, 128), (4, 256)],
+        Tiles(forward=Tile(16, 16, 4, 1), dk_dv=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1)),
+    ),
 }
 
 
 def table_for(gpu: Gpu) -> dict[tuple[int, int], Tiles]:
-    """Hopper's tables where there is as much shared memory (Hopper, data-centre Blackwell), else by generation."""
+    """Hopper's table where there is as much shared memory (Hopper, data-centre Blackwell), else by generation."""
     if gpu.capability >= (9, 0) and gpu.shared_memory >= 227 * KIB:
         return HOPPER
     return AMPERE if gpu.capability >= (8, 0) else TURING
 
 
-def shared_memory_bound(held: int, streamed: int, tile: Tile, width: int, dtype: torch.dtype, gpu: Gpu) -> int:
-    """Bytes of shared memory that a kernel needs at most, as seen in every entry of the tables when compiled.
+@dataclass(frozen=True)
+class Kernel:
+    """What of a kernel decides how much shared memory it needs."""
+
+    name: str  # the field of `Tiles`
+    held: Callable[[Tile], int]  # rows of the tiles that stay, together: Q; or K and V; or Q and dO
+    streamed: Callable[[Tile], int]  # rows of each of the two tiles that the loop loads
+
+
+KERNELS = (
+    Kernel("forward", held=lambda tile: tile.q_tile_size, streamed=lambda tile: tile.k_tile_size),
+    Kernel("dk_dv", held=lambda tile: 2 * tile.k_tile_size, streamed=lambda tile: tile.q_tile_size),
+    Kernel("dq", held=lambda tile: 2 * tile.q_tile_size, streamed=lambda tile: tile.k_tile_size),
+)
+
+
+def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dtype, gpu: Gpu) -> int:
+    """An upper bound, in bytes, on the shared memory of a kernel, where that is more than some 10 KiB.
+
+    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4.
 
     Args:
-        held: rows of the tensors whose tile stays (q in the forward, k and v for dk and dv, ...), together.
-        streamed: rows of each of the two tensors that the loop loads, buffered `num_stages` deep.
         width: elements of a padded row.
     """
-    streamed *= tile.num_stages
-    # Float32 products, and all products without tensor cores, go by way of copies in another layout.
-    copied = 2 * max(tile.q_tile_size, tile.k_tile_size) if dtype == torch.float32 or not gpu.has_tf32 else 0
-    L_and_delta = 8 * streamed
+    buffered = 2 * kernel.streamed(tile) * tile.num_stages
+    # Operands of float32 products, and of all products without tensor cores, also pass through copies.
+    copied = 0 if gpu.has_tensor_cores and dtype != torch.float32 else 2 * max(tile.q_tile_size, tile.k_tile_size)
+    rows_of_L_and_delta = 4 * buffered
     barriers = KIB
-    return (held + 2 * streamed + copied) * width * dtype.itemsize + L_and_delta + barriers
+    return (kernel.held(tile) + buffered + copied) * width * dtype.itemsize + rows_of_L_and_delta + barriers
 
 
 def fitted(tile: Tile, bound: Callable[[Tile], int], gpu: Gpu) -> Tile:
     """`tile`, or the first of its successors that fits: fewer stages, then half the larger tile size, down to 16.
+
+    Args:
+        bound: bytes of shared memory that a kernel needs at most with a tile.
 
     Raises:
         ValueError: not even the smallest fits.
@@ -153,8 +197,8 @@ def fitted(tile: Tile, bound: Callable[[Tile], int], gpu: Gpu) -> Tile:
             tile = replace(tile, k_tile_size=tile.k_tile_size // 2)
         else:
             raise ValueError(
-                f"{gpu.name} has {gpu.shared_memory} bytes of shared memory for a program; the smallest tile needs "
-                f"{bound(tile)}"
+                f"{gpu.name} has {gpu.shared_memory} bytes of shared memory for a program; the smallest tile of this "
+                f"head dim and dtype may need {bound(tile)}"
             )
     return tile
 
@@ -170,11 +214,9 @@ def pick_tiles(gpu: Gpu, d: int, dtype: torch.dtype) -> Tiles:
     width = padded_head_dim(d)
     tiles = table_for(gpu)[dtype.itemsize, width]
 
-    def fit(tile: Tile, rows: Callable[[Tile], tuple[int, int]]) -> Tile:
-        return fitted(tile, lambda tile: shared_memory_bound(*rows(tile), tile, width, dtype, gpu), gpu)
+    def fit(kernel: Kernel) -> Tile:
+        return fitted(
+            getattr(tiles, kernel.name), lambda tile: shared_memory_bound(kernel, tile, width, dtype, gpu), gpu
+        )
 
-    return Tiles(
-        forward=fit(tiles.forward, lambda tile: (tile.q_tile_size, tile.k_tile_size)),
-        dk_dv=fit(tiles.dk_dv, lambda tile: (2 * tile.k_tile_size, tile.q_tile_size)),
-        dq=fit(tiles.dq, lambda tile: (2 * tile.q_tile_size, tile.k_tile_size)),
-    )
+    return Tiles(**{kernel.name: fit(kernel) for kernel in KERNELS})
