@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import attention_inputs
+from cs336_systems.inputs import attention_inputs, without_autocast
 
 Q_TILE_SIZE = 128
 K_TILE_SIZE = 128
@@ -160,8 +160,8 @@ class FlashAttention2Pytorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        q, k, v = attention_inputs(q, k, v, DTYPES)
-        with torch.autocast(q.device.type, enabled=False):  # the accumulators stay in float32
+        q, k, v = attention_inputs(q, k, v, is_causal, DTYPES)
+        with without_autocast(q):  # the accumulators stay in float32
             o, L = flash_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, L)
         ctx.is_causal = is_causal
@@ -171,6 +171,6 @@ class FlashAttention2Pytorch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             dq, dk, dv = flash_backward(q, k, v, o, dO, L, ctx.is_causal, ctx.needs_input_grad[:3])
         return dq, dk, dv, None

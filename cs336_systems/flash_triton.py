@@ -283,7 +283,7 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
-        q, k, v = map(_with_dense_rows, attention_inputs(q, k, v, DTYPES))
+        q, k, v = map(_with_dense_rows, attention_inputs(q, k, v, is_causal, DTYPES))
         o, L = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, L)
         ctx.is_causal = is_causal

@@ -1,6 +1,7 @@
 """What both FlashAttention-2 versions ask of their inputs, checked in one place before any work is done."""
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Float
@@ -12,27 +13,31 @@ Q = Float[Tensor, "... n_queries d"]
 KV = Float[Tensor, "... n_keys d"]
 
 
-def attention_inputs(q: Q, k: KV, v: KV, dtypes: Collection[torch.dtype]) -> tuple[Q, KV, KV]:
+def attention_inputs(q: Q, k: KV, v: KV, is_causal: bool, dtypes: Collection[torch.dtype]) -> tuple[Q, KV, KV]:
     """Cast q, k, v for autocast where it is on, and check that they can be attended over.
 
     Args:
         q: (..., n_queries, d) with 1 <= d <= 256; any number of leading dimensions, none included.
         k, v: (..., n_keys, d) with the leading dimensions of q.
+        is_causal: True or False.
         dtypes: what the implementation computes in.
 
     Returns:
         q, k, v; under autocast in the autocast dtype (float64 stays, as in PyTorch's own autocast).
 
     Raises:
-        TypeError: something that is no tensor; a dtype outside `dtypes`; mixed dtypes.
+        TypeError: something that is no tensor, or no bool; a dtype outside `dtypes`; mixed dtypes.
         ValueError: mixed devices; fewer than two dimensions; shapes that do not belong together; d out of range.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+
     device_type = q.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         autocast_dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (x.to(autocast_dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
@@ -55,3 +60,9 @@ def attention_inputs(q: Q, k: KV, v: KV, dtypes: Collection[torch.dtype]) -> tup
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"the head dim d must be between 1 and {MAX_HEAD_DIM}, got {shapes}")
     return q, k, v
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which operations on the device of x run in the dtypes of their inputs."""
+    device_type = x.device.type
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
