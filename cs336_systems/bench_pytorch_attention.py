@@ -21,7 +21,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.measure import MEMORY_METHOD, PREDICTION_METHOD, TIME_METHOD, Budget
 from cs336_systems.bench.report import comparison
 from cs336_systems.bench.sweep import DeviceLostError, Sweep
-from cs336_systems.bench.workload import DTYPES, FLOPS_METHOD, LARGEST_HEAD_DIM, AttentionShape, require_between
+from cs336_systems.bench.workload import DTYPES, FLOPS_METHOD, AttentionShape, require_at_least
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,22 @@ class Config:
     """Start over instead of going on with the rows in --out-dir."""
 
     def __post_init__(self) -> None:
-        require_between("--batch", self.batch, 1)
-        require_between("the number of --head-dims", len(self.head_dims), 1)
-        for d in self.head_dims:
-            require_between("--head-dims", d, 1, LARGEST_HEAD_DIM)
+        require_at_least(1, "the number of --head-dims", len(self.head_dims))
         if self.lengths is not None:
-            require_between("the number of --lengths", len(self.lengths), 1)
-        for n in self.lengths or ():
-            require_between("--lengths", n, 1)
-        require_between("--warmup", self.warmup or 0, 0)
-        require_between("--iters", 1 if self.iters is None else self.iters, 1)
+            require_at_least(1, "the number of --lengths", len(self.lengths))
 
 
 def main(config: Config) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     grid = GRIDS[device.type]
-    names = ["naive", "compiled"] if config.compile else ["naive"]
+    implementations = [ATTENTION[name] for name in (["naive", "compiled"] if config.compile else ["naive"])]
     budget = Budget(
         warmup=grid.budget.warmup if config.warmup is None else config.warmup,
         iterations=grid.budget.iterations if config.iters is None else config.iters,
     )
     lengths = grid.lengths if config.lengths is None else config.lengths
     sweep = Sweep(
-        implementations=[ATTENTION[name] for name in names],
+        implementations=implementations,
         shapes=[
             AttentionShape(config.batch, 1, n, n, d, DTYPES[config.dtype], config.causal)
             for d in dict.fromkeys(config.head_dims)
@@ -96,10 +89,15 @@ def main(config: Config) -> None:
     console = Console()
     rows = sweep.run(config.out_dir / "metrics.jsonl", config.fresh, console)
     method = (
+        *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
         f"{budget.iterations} timed passes after {budget.warmup} of warm-up, the median is given; rows kept from an "
-        "earlier run had that run's numbers.",
-        *(TIME_METHOD[device.type], FLOPS_METHOD, MEMORY_METHOD[device.type], PREDICTION_METHOD),
+        "earlier run were made with that run's number of passes.",
+        TIME_METHOD[device.type],
+        FLOPS_METHOD,
+        MEMORY_METHOD[device.type],
+        PREDICTION_METHOD,
     )
+    names = [implementation.name for implementation in implementations]
     table = comparison(rows, grid.title, names, baseline="naive", method=method)
     table.print(console)
     (config.out_dir / "table.md").write_text(table.to_markdown())

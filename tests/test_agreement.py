@@ -1,4 +1,4 @@
-"""Every implementation, causal and not, in every dtype, on ragged and unequal lengths, against float64 (ruling 5).
+"""Every implementation, causal and not, in every dtype, on ragged and unequal lengths, against float64.
 
 On the interpreter sizes are small and bfloat16 is skipped; on a GPU the same cases run in every dtype, and larger ones.
 """
@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from cs336_systems.attention import ATTENTION
+from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 
 from .machine import (
     DEVICE,
-    INTERPRETED,
-    INTERPRETER_BFLOAT16,
     both_causal,
     compile_missing_reason,
     needs_gpu,
+    needs_triton,
     skip_if,
-    triton_missing_reason,
 )
 from .reference import Case, assert_within_budget, run_attention
 
@@ -45,19 +44,15 @@ LARGE_CASES = [
 ]
 
 
-def skip_unless_runnable(name: str, dtype: torch.dtype) -> None:
-    """Skips where this machine cannot run the implementation in this dtype, with the reason."""
-    skip_if(ATTENTION[name].unsupported_reason(DEVICE, dtype))
-    if name == "flash_triton":
-        skip_if(triton_missing_reason())
-        if INTERPRETED and dtype == BFLOAT16:
-            pytest.skip(INTERPRETER_BFLOAT16)
+def skip_unless_runnable(name: str, dtype: torch.dtype, d: int) -> None:
+    """Skips where this machine cannot run the implementation in this dtype and head dim, with the reason."""
+    skip_if(ATTENTION[name].unsupported_reason(DEVICE, dtype, d))
     if ATTENTION[name].compiled:
         skip_if(compile_missing_reason())
 
 
 def check(name: str, case: Case, dtype: torch.dtype, is_causal: bool) -> None:
-    skip_unless_runnable(name, dtype)
+    skip_unless_runnable(name, dtype, case.d)
     inputs = case.draw(dtype, DEVICE)
     assert_within_budget(run_attention(ATTENTION[name].function, inputs, is_causal), inputs, is_causal)
 
@@ -67,7 +62,7 @@ def check(name: str, case: Case, dtype: torch.dtype, is_causal: bool) -> None:
 @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
 @every_implementation
 def test_ragged_and_unequal_lengths(name, case, dtype, is_causal):
-    """Rulings 1, 2 and 5; B01, B23."""
+    """Tile edges that fall inside the lengths, and the diagonal where queries and keys differ in number."""
     check(name, case, dtype, is_causal)
 
 
@@ -75,7 +70,7 @@ def test_ragged_and_unequal_lengths(name, case, dtype, is_causal):
 @pytest.mark.parametrize("d", HEAD_DIMS, ids="d{}".format)
 @every_implementation
 def test_head_dims(name, d, dtype):
-    """Ruling 1: any d from 1 to 256, with the scale of the true d; B09."""
+    """Any d from 1 to 256, with the scale of the true d, not of the padded one."""
     check(name, Case((2,), 40, 50, d), dtype, is_causal=True)
 
 
@@ -83,7 +78,7 @@ def test_head_dims(name, d, dtype):
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 63, 64, 128, 150])
 @every_implementation
 def test_lengths_around_tiles(name, n, is_causal):
-    """Ruling 1: lengths just below, at and above tile sizes; B01."""
+    """Lengths just below, at and above tile sizes."""
     check(name, Case((2,), n, n, 16), FLOAT32, is_causal)
 
 
@@ -91,8 +86,19 @@ def test_lengths_around_tiles(name, n, is_causal):
     ("dtype", "is_causal"), [(FLOAT32, True), (BFLOAT16, False)], ids=["float32-causal", "bfloat16-full"]
 )
 def test_compiled(dtype, is_causal):
-    """The compiled attention on few shapes: on a CPU each takes seconds to compile. Ruling 5; B03."""
+    """The compiled attention on few shapes: on a CPU each takes seconds to compile."""
     check("compiled", Case((2,), 33, 50, 16), dtype, is_causal)
+
+
+@needs_triton
+@both_causal
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=["float32", "float16"])
+def test_dense_backward(dtype, is_causal):
+    """The assignment's first backward, dense and compiled, behind the kernels' forward; each case is compiled anew."""
+    skip_if(compile_missing_reason())
+    torch.compiler.reset()
+    inputs = Case((2,), 33, 50, 16).draw(dtype, DEVICE)
+    assert_within_budget(run_attention(FlashAttention2TritonDenseBackward.apply, inputs, is_causal), inputs, is_causal)
 
 
 @needs_gpu
@@ -110,15 +116,15 @@ def test_compiled_on_a_gpu(case, dtype):
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 @every_implementation
 def test_large(name, case, dtype, is_causal):
-    """Many tiles a row and many heads, in every dtype; B01, B09."""
+    """Many tiles a row and many heads, in every dtype."""
     check(name, case, dtype, is_causal)
 
 
 @pytest.mark.parametrize("name", ["naive", "compiled", "flash_pytorch", "flash_triton"])
 def test_causal_is_top_left(name):
-    """Ruling 2; B03: with 2 queries and 5 keys the first query sees the first key alone, so o[0] = v[0]."""
-    skip_unless_runnable(name, FLOAT32)
+    """With 2 queries and 5 keys the first query sees the first key alone, so o[0] = v[0]."""
     case = Case((), 2, 5, 16)
+    skip_unless_runnable(name, FLOAT32, case.d)
     inputs = case.draw(FLOAT32, DEVICE)
     result = run_attention(ATTENTION[name].function, inputs, True)
     torch.testing.assert_close(result.o[0], inputs.v[0])

@@ -13,10 +13,10 @@ from cs336_systems.bench.record import Environment, RecordError, Row, RowFile, r
 from .bench_examples import CPU, row
 
 KEYS = [
-    *("implementation", "pass", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal"),
-    *("median_ms", "p20_ms", "p80_ms", "tflops", "memory_mib", "predicted_memory_mib", "status", "message"),
-    *("gpu", "driver", "torch", "triton", "commit", "dirty", "float32_precision", "time"),
-]
+    "implementation", "pass", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal",
+    "median_ms", "p20_ms", "p80_ms", "tflops", "memory_mib", "predicted_memory_mib", "status", "message",
+    "gpu", "driver", "torch", "triton", "commit", "dirty", "float32_precision", "time",
+]  # fmt: skip
 
 
 def _refuse(constant):
@@ -31,7 +31,7 @@ def test_schema():
 
 
 def test_nan_and_infinity_become_null():
-    """B71: an out-of-memory row with a NaN for its time still parses strictly."""
+    """An out-of-memory row with a NaN for its time still parses strictly."""
     line = row(status="oom", median_ms=math.nan, tflops=math.inf, p20_ms=-math.inf).to_json()
     values = json.loads(line, parse_constant=_refuse)
     assert (values["median_ms"], values["tflops"], values["p20_ms"], values["status"]) == (None, None, None, "oom")
@@ -80,7 +80,7 @@ def test_the_last_of_two_lines_with_one_key_wins(tmp_path):
 
 
 def test_killed_at_any_byte(tmp_path):
-    """B69: whatever part of the last line reached the disk, the rows before it stay and the file goes on."""
+    """Whatever part of the last line reached the disk, the rows before it stay and the file goes on."""
     path = tmp_path / "metrics.jsonl"
     first, last = row(message="größer"), row(d=16, message="größer")
     before, line = first.to_json().encode() + b"\n", last.to_json().encode()
@@ -120,6 +120,16 @@ def test_environment_on_cpu():
     assert environment.driver is None
     assert environment.torch == torch.__version__
     assert environment.float32_precision == torch.get_float32_matmul_precision()
+
+
+def test_the_driver_is_that_of_any_gpu(monkeypatch):
+    """Whichever GPU is measured, nvidia-smi is not asked for the first; on a machine of two it gives two lines."""
+    asked = []
+    monkeypatch.setattr(record, "_output", lambda *command: asked.extend(command) or "580.1\n580.1")
+    assert record._driver() == "580.1"
+    assert "-i" not in asked
+    monkeypatch.setattr(record, "_output", lambda *command: None)
+    assert record._driver() is None
 
 
 def test_commit_and_dirty(tmp_path, monkeypatch):

@@ -11,13 +11,17 @@ import torch._dynamo
 from rich.console import Console
 from torch._dynamo.utils import counters
 
+from cs336_systems import flash_triton
+from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.sweep import DeviceLostError, classify
 from cs336_systems.bench.workload import MIB
+from cs336_systems.implementation import Implementation
+from cs336_systems.kernels.tiles import KIB, Gpu
 
-from .bench_examples import Example, plain_attention, shape, sweep
-from .machine import compile_missing_reason, needs_gpu, skip_if
+from .bench_examples import example, plain_attention, shape, sweep
+from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, skip_if
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 8.00 GiB."
 
@@ -64,9 +68,9 @@ def _one_thread():
     ids=lambda value: value if isinstance(value, str) else f"{type(value).__name__}-{str(value)[:24]}",
 )
 def test_classification(tmp_path, error, status):
-    """B55: one class and three texts are out of memory, and nothing else; shared memory is another matter."""
+    """One class and three texts are out of memory, and nothing else; shared memory is another matter."""
     assert classify(error)[0] == status
-    _, row, after = sweep(Example(function=_raising(error)), shapes=(shape(16), shape(32), shape(64))).run(
+    _, row, after = sweep(example(function=_raising(error)), shapes=(shape(16), shape(32), shape(64))).run(
         tmp_path / "metrics.jsonl"
     )
     assert (row.status, row.median_ms, row.tflops) == (status, None, None)
@@ -84,7 +88,7 @@ def test_triton_says_out_of_resources_as_expected():
 
 def test_ok_row(tmp_path):
     big = shape(n=64, causal=False)
-    row, backward = sweep(Example(), shapes=(big,), passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
+    row, backward = sweep(example(), shapes=(big,), passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
     assert row.status == backward.status == "ok"
     for one in (row, backward):
         assert one.p20_ms is not None and one.median_ms is not None and one.p80_ms is not None
@@ -110,7 +114,7 @@ def test_out_of_memory_in_the_backward_keeps_the_memory_before_it(tmp_path):
     def attention(q, k, v, is_causal):
         return Fails.apply(plain_attention(q, k, v, is_causal), q.shape[-2])
 
-    forward, backward = sweep(Example(function=attention), shapes=(shape(32),), passes=("forward", "backward")).run(
+    forward, backward = sweep(example(function=attention), shapes=(shape(32),), passes=("forward", "backward")).run(
         tmp_path / "metrics.jsonl"
     )
     assert (forward.status, backward.status, backward.median_ms) == ("ok", "oom", None)
@@ -118,7 +122,7 @@ def test_out_of_memory_in_the_backward_keeps_the_memory_before_it(tmp_path):
 
 
 def test_wrong_implementation_gets_an_error_and_no_time(tmp_path):
-    right, wrong = Example(), Example("wrong", lambda q, k, v, c: plain_attention(q, k, v, c) * 1.001)
+    right, wrong = example(), example("wrong", lambda q, k, v, c: plain_attention(q, k, v, c) * 1.001)
     fine, row = sweep(right, wrong).run(tmp_path / "metrics.jsonl")
     assert (fine.status, row.status, row.median_ms, row.memory_mib) == ("ok", "error", None, None)
     assert "o is off by" in said(row)
@@ -132,18 +136,29 @@ def test_correctness_is_checked_once_per_kind_of_workload(tmp_path):
         return plain_attention(q, k, v, is_causal)
 
     shapes = (shape(16), shape(32), shape(16, d=4), shape(16, causal=False))
-    sweep(Example(function=attention), shapes=shapes, passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
+    sweep(example(function=attention), shapes=shapes, passes=("forward", "backward")).run(tmp_path / "metrics.jsonl")
     assert lengths.count(200) == 3
 
 
 def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "available_bytes", lambda: 100 * MIB)
     large, small = replace(shape(n=4096), batch=8), shape()
-    rows = sweep(Example(), Example("gpu_only", reason="needs a GPU"), shapes=(large, small)).run(tmp_path / "m.jsonl")
+    rows = sweep(example(), example("gpu_only", reason="needs a GPU"), shapes=(large, small)).run(tmp_path / "m.jsonl")
     assert [row.status for row in rows] == ["skipped", "unsupported", "ok", "unsupported"]
     assert rows[0].message == f"needs {large.peak_bytes(4) / 2**30:.1f} GiB, available are 0.1 GiB"
     assert rows[0].predicted_memory_mib == large.bytes_before_backward(4) / MIB
     assert rows[1].message == "needs a GPU"
+
+
+@needs_triton
+def test_a_dtype_that_the_device_lacks_is_unsupported(tmp_path, monkeypatch):
+    """On Turing, as in the interpreter, the kernels refuse bfloat16: no error, which would be tried again for ever."""
+    monkeypatch.setattr(flash_triton, "_gpu", lambda device: Gpu("Tesla T4", (7, 5), 64 * KIB))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    three = sweep(ATTENTION["flash_triton"], shapes=tuple(shape(d=16, dtype=dtype) for dtype in dtypes))
+    rows = replace(three, device=DEVICE).run(tmp_path / "metrics.jsonl")
+    assert [row.status for row in rows] == ["unsupported", "ok", "ok"], [row.message for row in rows]
+    assert "bfloat16" in said(rows[0])
 
 
 class _Counting:
@@ -163,13 +178,12 @@ class _Counting:
 
 def _resume(path, errors=(), fresh=False):
     counting = _Counting(dict(errors))
-    example = Example(function=counting)
-    rows = sweep(example, shapes=tuple(shape(n) for n in (8, 16, 32, 64))).run(path, fresh)
+    rows = sweep(example(function=counting), shapes=tuple(shape(n) for n in (8, 16, 32, 64))).run(path, fresh)
     return counting.measured, [row.status for row in rows]
 
 
 def test_resume(tmp_path):
-    """B69: finished rows are kept, error rows are tried again, --fresh starts over; one line per row throughout."""
+    """Finished rows are kept, error rows are tried again, --fresh starts over; one line per row throughout."""
     path = tmp_path / "metrics.jsonl"
     failures = {16: torch.OutOfMemoryError(OUT_OF_MEMORY), 32: RuntimeError("broken")}
     assert _resume(path, failures) == ([8, 16, 32, 64], ["ok", "oom", "error", "ok"])
@@ -217,7 +231,7 @@ def test_a_gpu_that_failed_for_good_ends_the_sweep(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(sweep_module, "release_memory", release)
-    three = sweep(Example(function=attention), shapes=(shape(16), shape(32), shape(64)))
+    three = sweep(example(function=attention), shapes=(shape(16), shape(32), shape(64)))
     with pytest.raises(DeviceLostError, match=r"ends at plain forward, d 8, length 32.*illegal memory access"):
         three.run(path)
     ok, lost = read_rows(path)
@@ -226,21 +240,21 @@ def test_a_gpu_that_failed_for_good_ends_the_sweep(tmp_path, monkeypatch):
 
     failed.clear()
     monkeypatch.setattr(sweep_module, "release_memory", lambda device: 0)
-    rows = replace(three, implementations=[Example()]).run(path)
+    rows = replace(three, implementations=[example()]).run(path)
     assert [row.status for row in rows] == ["ok"] * 3
 
 
 def test_memory_that_does_not_come_back_is_said(tmp_path, monkeypatch):
     held = iter([7 * MIB, 7 * MIB, 10 * MIB])
     monkeypatch.setattr(sweep_module, "release_memory", lambda device: next(held))
-    clean, leaky = sweep(Example(), shapes=(shape(16), shape(32))).run(tmp_path / "metrics.jsonl")
+    clean, leaky = sweep(example(), shapes=(shape(16), shape(32))).run(tmp_path / "metrics.jsonl")
     assert clean.message is None
     assert (leaky.status, leaky.message) == ("ok", "3.0 MiB stayed allocated after it")
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_row_is_alive_after_it(tmp_path, monkeypatch, fails):
-    """B53: an exception holds its frames, and they hold the row's tensors."""
+    """An exception holds its frames, and they hold the row's tensors."""
     tensors, alive = [], []
 
     def attention(q, k, v, is_causal):
@@ -254,7 +268,7 @@ def test_nothing_of_a_row_is_alive_after_it(tmp_path, monkeypatch, fails):
         return 0
 
     monkeypatch.setattr(sweep_module, "release_memory", release)
-    (row,) = sweep(Example(function=attention), shapes=(shape(32),)).run(tmp_path / "metrics.jsonl")
+    (row,) = sweep(example(function=attention), shapes=(shape(32),)).run(tmp_path / "metrics.jsonl")
     assert row.status == ("oom" if fails else "ok")
     assert tensors and alive == [0, 0]
 
@@ -262,30 +276,30 @@ def test_nothing_of_a_row_is_alive_after_it(tmp_path, monkeypatch, fails):
 def test_plain_lines_where_the_output_is_no_terminal(tmp_path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=False)
-    sweep(Example(), Example("gpu_only", reason="needs a [GPU]")).run(tmp_path / "metrics.jsonl", console=console)
+    sweep(example(), example("gpu_only", reason="needs a [GPU]")).run(tmp_path / "metrics.jsonl", console=console)
     first, second = out.getvalue().splitlines()
     assert first.startswith("[1/2, ") and "s left] plain forward, d 8, length 16, float32: " in first
     assert second.endswith("gpu_only forward, d 8, length 16, float32: unsupported (needs a [GPU])")
-    sweep(Example()).run(tmp_path / "metrics.jsonl", console=console)
+    sweep(example()).run(tmp_path / "metrics.jsonl", console=console)
     assert "holds 1 of 1 rows" in out.getvalue()
     assert "\x1b" not in out.getvalue()
 
 
 def test_live_progress_on_a_terminal(tmp_path):
     out = io.StringIO()
-    sweep(Example()).run(tmp_path / "m.jsonl", console=Console(file=out, force_terminal=True, width=120))
+    sweep(example()).run(tmp_path / "m.jsonl", console=Console(file=out, force_terminal=True, width=120))
     assert "1/1" in out.getvalue() and "0:00:0" in out.getvalue()
 
 
 # --- compiled implementations: torch.compile with a backend that generates no code, so that a graph costs milliseconds
 
 
-def _compiled(function, backend="eager") -> Example:
-    return Example("compiled", torch.compile(function, backend=backend), compiled=True)
+def _compiled(function, backend="eager") -> Implementation:
+    return example("compiled", torch.compile(function, backend=backend), compiled=True)
 
 
 def test_every_compiled_row_is_compiled(tmp_path):
-    """B59: more shapes than the recompile limit, in one process, each a graph of its own."""
+    """More shapes than the recompile limit, in one process, each a graph of its own."""
     graphs = []
 
     def backend(module, example_inputs):
@@ -305,16 +319,16 @@ def _broken(q, k, v, is_causal):
 
 
 @pytest.mark.parametrize(
-    ("example", "message"),
+    ("implementation", "message"),
     [
-        (Example(compiled=True), "not compiled: 0 graphs"),
+        (example(compiled=True), "not compiled: 0 graphs"),
         (_compiled(_broken), "graph broken"),
-        (Example(function=torch.compiler.disable(plain_attention), compiled=True), "not compiled"),
+        (example(function=torch.compiler.disable(plain_attention), compiled=True), "not compiled"),
     ],
     ids=["never", "break", "disabled"],
 )
-def test_what_is_not_compiled_gets_no_time(tmp_path, example, message):
-    (row,) = sweep(example).run(tmp_path / "metrics.jsonl")
+def test_what_is_not_compiled_gets_no_time(tmp_path, implementation, message):
+    (row,) = sweep(implementation).run(tmp_path / "metrics.jsonl")
     assert (row.status, row.median_ms) == ("error", None)
     assert message in said(row)
 
@@ -331,7 +345,7 @@ def test_recompilation_in_the_timed_part_gets_no_time(tmp_path, changes, message
         state["calls"] += 1
         return inner(q, k, v, is_causal, f"label {min(state['calls'], changes)}")
 
-    long = replace(sweep(Example("changing", attention, compiled=True)), budget=sweep_module.Budget(20, 5))
+    long = replace(sweep(example("changing", attention, compiled=True)), budget=sweep_module.Budget(20, 5))
     (row,) = long.run(tmp_path / "metrics.jsonl")
     assert (row.status, row.median_ms) == ("error", None)
     assert message in said(row)
@@ -350,19 +364,19 @@ def test_attention_that_inductor_replaced_is_said(tmp_path):
 def test_inductor_itself(tmp_path):
     """The real compiler, a backward repeated on one graph, and PyTorch's own pattern met by this attention."""
     skip_if(compile_missing_reason())
-    example = _compiled(plain_attention, backend="inductor")
+    inductor = _compiled(plain_attention, backend="inductor")
     workload = shape(causal=False)
     for path in (tmp_path / "cold.jsonl", tmp_path / "warm.jsonl"):  # the second time from the compiler's cache
-        rows = sweep(example, shapes=(workload,), passes=("backward",)).run(path)
+        rows = sweep(inductor, shapes=(workload,), passes=("backward",)).run(path)
         assert [row.status for row in rows] == ["ok"], rows[0].message
         assert "SDPA" in said(rows[0])
 
 
 @needs_gpu
 def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
-    """B53: 16 x 65536^2 float32 scores fit into no GPU; memory is back at the baseline before the next row."""
+    """16 x 65536^2 float32 scores fit into no GPU; memory is back at the baseline before the next row."""
     small, huge = shape(256), replace(shape(65536), batch=16)
-    gpu = replace(sweep(Example(), shapes=(huge, small)), device=torch.device("cuda"))
+    gpu = replace(sweep(example(), shapes=(huge, small)), device=torch.device("cuda"))
     oom, ok = gpu.run(tmp_path / "metrics.jsonl")
     assert (oom.status, oom.median_ms, ok.status) == ("oom", None, "ok")
     assert "stayed allocated" not in said(oom)

@@ -1,22 +1,37 @@
-"""Bad inputs and missing machinery: what is refused says what came (rulings 1, 4, 10 and 11)."""
+"""Bad inputs and missing machinery: what is refused says what came."""
 
 import importlib
 import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests
+from cs336_systems import flash_triton
+from cs336_systems.attention import ATTENTION
+from cs336_systems.kernels.tiles import KIB, Gpu
 
-from .machine import DEVICE, TRITON_INSTALLED, both_flash, flash_function, needs_gpu, needs_triton
+from .machine import (
+    DEVICE,
+    INTERPRETED,
+    TRITON_INSTALLED,
+    both_flash,
+    flash_function,
+    needs_gpu,
+    needs_triton,
+    triton_missing_reason,
+)
 from .reference import Case, assert_within_budget, run_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TURING = Gpu("Tesla T4", (7, 5), 64 * KIB)
 HALF, INTEGER, COMPLEX = torch.float16, torch.int64, torch.complex64
 
 
@@ -59,7 +74,7 @@ def assert_refused(flash: str, q, k, v, words: list[str]) -> None:
 @pytest.mark.parametrize("bad", BAD_INPUTS)
 @both_flash
 def test_bad_input_is_named(flash, bad):
-    """Rulings 1 and 4: a TypeError or ValueError that names what came, not an index error from some tile."""
+    """A TypeError or ValueError that names what came, not an index error from some tile."""
     assert_refused(flash, *BAD_INPUTS[bad])
 
 
@@ -73,39 +88,42 @@ def test_bad_input_is_named(flash, bad):
     ids=["head-dim-257", "float64"],
 )
 def test_what_only_the_kernels_refuse(x, words):
-    """Rulings 1 and 4; B23: float64 and a head dim past 256, before anything is compiled."""
+    """Float64 and a head dim past 256 are refused before anything is compiled."""
     assert_refused("triton", x, x, x, words)
 
 
-@both_flash
-def test_refusal_comes_with_gradients_too(flash):
-    """The checks are made inside autograd's forward as well: inputs that require a gradient are refused alike."""
-    assert_refused(flash, zeros(3, 9, 8).requires_grad_(), K, V, ["3, 9, 8", "2, 11, 8"])
+# What the table of attentions says before any call.
 
 
-# A GPU with less.
+def test_table_knows_what_the_kernels_refuse():
+    """Where a call would raise there is a reason, and where there is none a call runs."""
+    triton, tiled, naive = (ATTENTION[name] for name in ("flash_triton", "flash_pytorch", "naive"))
+    assert (triton.unsupported_reason(DEVICE, torch.float32, 64) is None) == (triton_missing_reason() is None)
+    assert "float64" in str(triton.unsupported_reason(DEVICE, torch.float64, 64))
+    assert "257" in str(triton.unsupported_reason(DEVICE, torch.float32, 257))
+    assert "257" in str(tiled.unsupported_reason(DEVICE, torch.float32, 257))
+    assert naive.unsupported_reason(DEVICE, torch.float64, 257) is None
+    if INTERPRETED:
+        assert "bfloat16" in str(triton.unsupported_reason(DEVICE, torch.bfloat16, 64))
 
 
 @pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
-def test_turing_has_no_bfloat16():
-    """Ruling 10; B41: on a mocked Tesla T4 bfloat16 is refused by name, and float16 and float32 are not."""
-    from cs336_systems.kernels.tiles import Gpu
-
-    turing = Gpu("Tesla T4", (7, 5), 64 * 1024)
-    with pytest.raises(TypeError, match=r"Tesla T4.*bfloat16"):
-        turing.check(torch.bfloat16)
-    for dtype in (torch.float16, torch.float32):
-        turing.check(dtype)
+def test_table_knows_what_a_gpu_lacks(monkeypatch):
+    """On a mocked Tesla T4 there is no bfloat16, and too little shared memory for float32 rows of 256."""
+    monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
+    monkeypatch.setattr(flash_triton, "_gpu", lambda device: TURING)
+    with FakeTensorMode():  # for a tensor on a GPU that is not there
+        reason = partial(ATTENTION["flash_triton"].unsupported_reason, torch.device("cuda"))
+        assert "Tesla T4" in str(reason(torch.bfloat16, 64))
+        assert "shared memory" in str(reason(torch.float32, 256))
+        assert reason(torch.float16, 256) is None and reason(torch.float32, 64) is None
 
 
 @needs_gpu
 @needs_triton
 def test_bfloat16_is_refused_before_any_launch(monkeypatch):
-    """Ruling 10; B41: the same through `.apply`, with the device's own answer replaced by Turing's."""
-    from cs336_systems import flash_triton
-    from cs336_systems.kernels.tiles import Gpu
-
-    monkeypatch.setattr(flash_triton, "_gpu", lambda device: Gpu("Tesla T4", (7, 5), 64 * 1024))
+    """With the device's own answer replaced by Turing's, bfloat16 is refused by name, and the others run."""
+    monkeypatch.setattr(flash_triton, "_gpu", lambda device: TURING)
     x = zeros(2, 16, 64, dtype=torch.bfloat16)
     assert_refused("triton", x, x, x, ["bfloat16", "Tesla T4"])
     for dtype in (torch.float16, torch.float32):
@@ -130,7 +148,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
 def test_cpu_tensors_without_the_interpreter():
-    """Ruling 11: without TRITON_INTERPRET=1 the kernels take no CPU tensor and say how they would."""
+    """Without TRITON_INTERPRET=1 the kernels take no CPU tensor and say how they would."""
     code = """
         import torch
         from cs336_systems.flash_triton import FlashAttention2Triton
@@ -146,7 +164,7 @@ def test_cpu_tensors_without_the_interpreter():
 
 
 def test_without_triton():
-    """Ruling 11; B65: with Triton hidden everything imports, the tiled and naive versions work, the kernels say why."""
+    """With Triton hidden everything imports, the tiled and naive versions work, the kernels say why."""
     code = """
         import sys
         sys.modules["triton"] = None
@@ -165,6 +183,7 @@ def test_without_triton():
             print(type(error).__name__, error)
         else:
             sys.exit("the kernels ran without Triton")
+        assert "not installed" in ATTENTION["flash_triton"].unsupported_reason(q.device, q.dtype, 8)
     """
     finished = run_python(code)
     assert finished.returncode == 0, finished.stderr
@@ -173,7 +192,7 @@ def test_without_triton():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without a GPU")
 def test_suite_asks_for_the_interpreter_by_itself(monkeypatch):
-    """Ruling 11: importing the tests' package is enough to have the kernels interpreted; a user's own word counts more.
+    """Importing the tests' package is enough to have the kernels interpreted; a user's own word counts more.
 
     That it comes before Triton is imported shows in every test of the kernels.
     """

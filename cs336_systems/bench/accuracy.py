@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.bench.workload import AttentionFunction, AttentionShape
+from cs336_systems.bench.workload import AttentionShape
+from cs336_systems.implementation import AttentionFunction
 
 CHECK_BATCH = 2
 CHECK_LENGTH = 200  # a multiple of no tile size, so that ragged edges are checked too
@@ -30,6 +31,9 @@ def max_error(actual: Float[Tensor, "..."], exact: Float[Tensor, "..."]) -> floa
     """max|actual - exact| in float64; NaN where either holds a NaN, 0 where both are empty.
 
     Equal infinities count as no error: L is -inf where a query sees no key.
+
+    Raises:
+        WrongResultError: the shapes differ.
     """
     if actual.shape != exact.shape:
         raise WrongResultError(f"shape is {tuple(actual.shape)}, not {tuple(exact.shape)}")
@@ -42,12 +46,20 @@ def _largest(values: Float[Tensor, "..."]) -> float:
 
 def attention_and_gradients(
     function: AttentionFunction,
-    inputs: tuple[Float[Tensor, "... nq d"], Float[Tensor, "... nk d"], Float[Tensor, "... nk d"]],
-    dO: Float[Tensor, "... nq d"],
+    inputs: tuple[Float[Tensor, "... n_queries d"], Float[Tensor, "... n_keys d"], Float[Tensor, "... n_keys d"]],
+    dO: Float[Tensor, "... n_queries d"],
     causal: bool,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """o, dq, dk and dv of `function` run in `dtype`."""
+    """One forward and backward of `function` in `dtype`.
+
+    Args:
+        inputs: q, k and v, in any dtype.
+        dO: the gradient of the output.
+
+    Returns:
+        The tensors "o", "dq", "dk" and "dv", in `dtype`.
+    """
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs)
     o = function(q, k, v, causal)
     gradients = torch.autograd.grad(o, (q, k, v), dO.to(dtype))
@@ -59,7 +71,8 @@ def require_correct(
 ) -> None:
     """Check o, dq, dk and dv at a small size of the dtype, head dim and mask of `shape`.
 
-    Raises WrongResultError naming each tensor that is off, by how much, and what the budget was. NaN never passes.
+    Raises:
+        WrongResultError: a tensor is off, or NaN; the message names each, by how much, and what the budget was.
     """
     small = replace(shape, batch=CHECK_BATCH, n_queries=CHECK_LENGTH, n_keys=CHECK_LENGTH)
     arguments = (small.inputs(device), small.output_gradient(device), small.causal)

@@ -23,7 +23,11 @@ class CompileWatch:
     note: str | None = None
 
     def warm(self) -> None:
-        """Call after the first pass: raises NotCompiledError unless all of it was compiled, and starts to count."""
+        """Call after the first pass; recompilations count from here.
+
+        Raises:
+            NotCompiledError: some of it was not compiled.
+        """
         if not self.compiled:
             return
         self.graphs = counters["stats"]["unique_graphs"]
@@ -36,7 +40,11 @@ class CompileWatch:
             self.note = "torch.compile recognised this attention and put PyTorch's SDPA in its place"
 
     def check_no_recompile(self) -> None:
-        """Call after the timed part: raises NotCompiledError if anything was compiled since `warm`."""
+        """Call after the timed part.
+
+        Raises:
+            NotCompiledError: something was compiled since `warm`.
+        """
         if self.compiled and (more := counters["stats"]["unique_graphs"] - self.graphs):
             raise NotCompiledError(f"compiled {more} more graphs after the first pass")
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336_systems.bench.workload import AttentionFunction, AttentionShape, Pass, require_between
+from cs336_systems.bench.workload import AttentionShape, Pass, require_at_least
+from cs336_systems.implementation import AttentionFunction
 
 TIME_METHOD = {
     "cuda": "Time: CUDA events around each pass; before it, outside of the timed part, a buffer as large as the L2 "
@@ -23,20 +24,25 @@ MEMORY_METHOD = {
     "further storage that autograd saves (torch.autograd.graph.saved_tensors_hooks).",
 }
 PREDICTION_METHOD = (
-    "Predicted: q, k, v, o, L, and each (n_queries, n_keys) matrix per head that the equations keep; no masks."
+    "Predicted: q, k, v, o, L (flash only), and each (n_queries, n_keys) matrix per head that the equations keep; no "
+    "masks."
 )
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many passes a measurement makes: `warmup` that are not timed, then `iterations` that are."""
+    """How many passes a measurement makes: `warmup` that are not timed, then `iterations` that are.
+
+    Raises:
+        ValueError: `warmup` below 0 or `iterations` below 1.
+    """
 
     warmup: int = 10
     iterations: int = 100
 
     def __post_init__(self) -> None:
-        require_between("warmup", self.warmup, 0)
-        require_between("iterations", self.iterations, 1)
+        require_at_least(0, "warmup", self.warmup)
+        require_at_least(1, "iterations", self.iterations)
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,6 @@ def memory_before_backward(function: AttentionFunction, shape: AttentionShape, d
 
 def _memory_on_gpu(function: AttentionFunction, shape: AttentionShape, device: torch.device) -> int:
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
     baseline = torch.cuda.memory_allocated(device)
     q, k, v = shape.inputs(device)
     o = function(q, k, v, shape.causal)
@@ -155,7 +160,8 @@ _MEMORY_READERS = {"cuda": _memory_on_gpu, "cpu": _memory_on_cpu}
 def release_memory(device: torch.device) -> int:
     """Give back what the last measurement left, and return the bytes that are still allocated (0 on a CPU).
 
-    Raises RuntimeError where the GPU has failed for good: after an illegal access every later call raises.
+    Raises:
+        RuntimeError: the GPU has failed for good; after an illegal access every later call raises.
     """
     if device.type != "cuda":
         return 0

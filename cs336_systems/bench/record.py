@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -42,15 +42,30 @@ class Environment:
         commit, dirty = _commit()
         return cls(
             gpu=torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
-            driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
-            if on_gpu
-            else None,
+            driver=_driver() if on_gpu else None,
             torch=torch.__version__,
             triton=_version("triton"),
             commit=commit,
             dirty=dirty,
             float32_precision=torch.get_float32_matmul_precision(),
         )
+
+
+class Key(NamedTuple):
+    """What makes two rows the same measurement, one of which replaces the other; commit and time do not."""
+
+    implementation: str
+    pass_: Pass
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+    d: int
+    dtype: str
+    causal: bool
+    gpu: str
+    float32_precision: str
+    variant: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +100,8 @@ class Row:
     variant: str | None = None
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What makes a row the same measurement when a sweep is started again; commit and time do not."""
-        return tuple(getattr(self, name) for name in _KEY_FIELDS)
+    def key(self) -> Key:
+        return Key(**{name: getattr(self, name) for name in Key._fields})
 
     def to_json(self) -> str:
         """One line of strict JSON: a NaN or an infinity becomes null."""
@@ -98,7 +112,11 @@ class Row:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Row":
-        """The row that `to_json` wrote. Raises ValueError for JSON that is not strict or has another schema."""
+        """The row that `to_json` wrote.
+
+        Raises:
+            ValueError: JSON that is not strict or has another schema.
+        """
         values = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(values, dict):
             raise ValueError(f"a row is a JSON object, not {values!r}")
@@ -109,12 +127,6 @@ class Row:
             if values[name] not in allowed:
                 raise ValueError(f"{name} is {values[name]!r}; allowed: {', '.join(allowed)}")
         return cls(**{_to_field(key): value for key, value in values.items()})
-
-
-_KEY_FIELDS = (
-    *("implementation", "pass_", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal"),
-    *("gpu", "float32_precision", "variant"),
-)
 
 
 def _to_key(field: str) -> str:
@@ -131,13 +143,16 @@ _REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - {"variant"}
 class RowFile:
     """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
 
-    Opening mends a half-written last line, and keeps the last row where a key occurs twice. Any other line that is no
-    row raises RecordError, and the file stays as it is. `fresh` starts with an empty file.
+    Opening mends a half-written last line, and keeps the last row where a key occurs twice. `fresh` starts with an
+    empty file.
+
+    Raises:
+        RecordError: any other line that is no row; the file stays as it is.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.path = path
-        self.rows: dict[tuple[object, ...], Row] = {}
+        self.rows: dict[Key, Row] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         before = b"" if fresh or not path.exists() else path.read_bytes()
         for row in _parse(path, before):
@@ -168,7 +183,11 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSONL file, the last one per key, the file left alone. Raises RecordError like RowFile."""
+    """The rows of a JSONL file, the last one per key, the file left alone.
+
+    Raises:
+        RecordError: a line that is no row, but for a half-written last one.
+    """
     return list({row.key: row for row in _parse(path, path.read_bytes())}.values())
 
 
@@ -207,6 +226,12 @@ def _commit() -> tuple[str | None, bool | None]:
         # Results land in runs/ while a sweep is under way: they do not make the code another one.
         return commit, bool(_output(*git, "status", "--porcelain", "--", ".", ":!runs"))
     return os.environ.get("GIT_COMMIT"), None
+
+
+def _driver() -> str | None:
+    """The driver's version: one driver serves all GPUs of a machine, and each of them has a line of the output."""
+    versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0] if versions else None
 
 
 def _cpu_name() -> str:

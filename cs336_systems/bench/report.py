@@ -9,6 +9,8 @@ from rich.table import Table as RichTable
 
 from cs336_systems.bench.record import Row
 
+ESCAPED_PIPE = r"\|"
+
 # What tells one line of a table from another. The first three are always columns, the others where they vary;
 # what does not vary is said under the table.
 _ALWAYS = ("d", "length", "pass")
@@ -61,10 +63,13 @@ class Table:
 def comparison(
     rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
 ) -> Table:
-    """One line per workload and pass, the implementations `names` side by side with their speed-up over `baseline`.
+    """One line per workload and pass, implementations side by side.
 
-    `method` are the notes on how it was measured; the constants of the grid, the spread, what rows have to say and the
-    environment follow by themselves.
+    Args:
+        names: the implementations, in the order of their columns.
+        baseline: the one of them over which the others' speed-up is given.
+        method: notes on how it was measured; the constants of the grid, the spread, what rows have to say and the
+            environment follow by themselves.
     """
     rows = list(rows)
     varying = [name for name, value in _LINE_KEYS.items() if name in _ALWAYS or len({value(row) for row in rows}) > 1]
@@ -155,7 +160,7 @@ def _environments(rows: Sequence[Row]) -> list[str]:
 
 
 def _markdown_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(_one_line(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(_one_line(cell).replace('|', ESCAPED_PIPE) for cell in cells)} |"
 
 
 def _one_line(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cs336_systems.bench.accuracy import require_correct
 from cs336_systems.bench.compilation import CompileWatch, watched
-from cs336_systems.bench.measure import Budget, available_bytes, memory_before_backward, release_memory, time_pass
-from cs336_systems.bench.record import Environment, Row, RowFile, Status, now
-from cs336_systems.bench.workload import MIB, AttentionFunction, AttentionShape, Implementation, Pass
+from cs336_systems.bench.measure import (
+    Budget,
+    Timing,
+    available_bytes,
+    memory_before_backward,
+    release_memory,
+    time_pass,
+)
+from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
+from cs336_systems.bench.workload import MIB, AttentionShape, Pass
+from cs336_systems.implementation import AttentionFunction, Implementation
 
 FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom", "skipped", "unsupported"})  # "error" is tried again
 OUT_OF_MEMORY_TEXTS = ("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
@@ -41,6 +49,21 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """How a case ended, and what was measured by then."""
+
+    status: Status
+    message: str | None = None
+    memory_mib: float | None = None
+    timing: Timing | None = None
+    tflops: float | None = None
+
+    def noting(self, note: str) -> "Measured":
+        """The same with `note` after what its message says."""
+        return replace(self, message=f"{self.message}; {note}" if self.message else note)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """What to measure. `reference` is the plain attention that each implementation has to agree with first."""
 
@@ -57,15 +80,24 @@ class Sweep:
         return [Case(i, s, p) for s in self.shapes for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
-        """Measure what `path` does not hold yet, and return the sweep's rows in the order of `cases`.
+        """Measure what `path` does not hold yet.
 
-        Raises RecordError for a file that holds something else, and DeviceLostError, the row recorded, where the GPU
-        fails for good.
+        Args:
+            path: the JSONL file of the rows.
+            fresh: start over instead of going on with the rows in `path`.
+            console: where progress is shown.
+
+        Returns:
+            The sweep's rows, in the order of `cases`.
+
+        Raises:
+            RecordError: `path` holds something else.
+            DeviceLostError: the GPU failed for good; the row is recorded.
         """
         console = console or Console()
         environment = Environment.capture(self.device)
         file = RowFile(path, fresh)
-        keys = {case: self._row(case, environment, status="error").key for case in self.cases}
+        keys = {case: self._key(case, environment) for case in self.cases}
         todo = [case for case, key in keys.items() if key not in file.rows or not _is_final(file.rows[key])]
         if len(todo) < len(keys):
             kept = f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
@@ -79,9 +111,10 @@ class Sweep:
                 cases = list(group)
                 progress.update(task, description=str(cases[0]))
                 found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
-                lost = self._release(baseline, found[cases[-1].pass_])
+                last = cases[-1].pass_
+                found[last], lost = self._release(baseline, found[last])
                 for case in cases:
-                    row = self._row(case, environment, **found[case.pass_])
+                    row = self._row(case, environment, found[case.pass_])
                     file.put(row)
                     done += 1
                     left = (time.monotonic() - start) / done * (len(todo) - done)
@@ -92,16 +125,26 @@ class Sweep:
                     raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {path}")
         return [file.rows[key] for key in keys.values()]
 
-    def _row(self, case: Case, environment: Environment, **measured: Any) -> Row:
+    def _key(self, case: Case, environment: Environment) -> Key:
         shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
-        predicted = case.shape.bytes_before_backward(case.implementation.saved_bytes_per_score(case.shape.dtype))
-        return Row(
+        return Key(
             implementation=case.implementation.name,
             pass_=case.pass_,
             **shape,
-            predicted_memory_mib=predicted / MIB,
-            **measured,
-            **asdict(environment),
+            gpu=environment.gpu,
+            float32_precision=environment.float32_precision,
+        )
+
+    def _row(self, case: Case, environment: Environment, measured: Measured) -> Row:
+        saved = case.implementation.saved_bytes_per_score(case.shape.dtype)
+        return Row(
+            **self._key(case, environment)._asdict() | asdict(environment),
+            **asdict(measured.timing) if measured.timing else {},
+            tflops=measured.tflops,
+            memory_mib=measured.memory_mib,
+            predicted_memory_mib=case.shape.bytes_before_backward(saved) / MIB,
+            status=measured.status,
+            message=measured.message,
             time=now(),
         )
 
@@ -111,16 +154,15 @@ class Sweep:
         shape: AttentionShape,
         passes: Sequence[Pass],
         checked: set[tuple[object, ...]],
-    ) -> dict[Pass, dict[str, Any]]:
-        """The measured fields of each pass's row; compiled once for all passes, and what a failure leaves is kept."""
-        if reason := implementation.unsupported_reason(self.device, shape.dtype):
-            return {pass_: {"status": "unsupported", "message": reason} for pass_ in passes}
+    ) -> dict[Pass, Measured]:
+        """How each pass ends, compiled once for all: a failure in timing is that pass's, any other all passes'."""
+        if reason := implementation.unsupported_reason(self.device, shape.dtype, shape.d):
+            return dict.fromkeys(passes, Measured("unsupported", reason))
         needed = shape.peak_bytes(implementation.saved_bytes_per_score(shape.dtype))
         if self.device.type == "cpu" and needed > (available := available_bytes()):
             message = f"needs {_gib(needed)}, available are {_gib(available)}"
-            return {pass_: {"status": "skipped", "message": message} for pass_ in passes}
+            return dict.fromkeys(passes, Measured("skipped", message))
 
-        found: dict[Pass, dict[str, Any]] = {pass_: {} for pass_ in passes}
         try:
             check = (implementation.name, shape.heads, shape.d, shape.dtype, shape.causal)
             if check not in checked:
@@ -128,47 +170,37 @@ class Sweep:
                     require_correct(implementation.function, self.reference, shape, self.device)
                 checked.add(check)
             with watched(implementation.compiled) as watch:
-                memory = memory_before_backward(implementation.function, shape, self.device)
+                memory_mib = memory_before_backward(implementation.function, shape, self.device) / MIB
                 watch.warm()
-                for pass_, fields in found.items():
-                    fields["memory_mib"] = memory / MIB
-                    fields |= self._time(implementation, shape, pass_, watch)
+                return {pass_: self._time(implementation, shape, pass_, memory_mib, watch) for pass_ in passes}
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold the row's tensors.
-            status, message = classify(error)
-            found = {pass_: {"status": status, "message": message} for pass_ in passes}
-        return found
+            return dict.fromkeys(passes, Measured(*classify(error)))
 
     def _time(
-        self, implementation: Implementation, shape: AttentionShape, pass_: Pass, watch: CompileWatch
-    ) -> dict[str, Any]:
-        """The fields that timing one pass gives: its times, or why there are none."""
+        self, implementation: Implementation, shape: AttentionShape, pass_: Pass, memory_mib: float, watch: CompileWatch
+    ) -> Measured:
+        """How timing one pass ends; what a failure leaves is kept."""
         try:
             timing = time_pass(implementation.function, shape, pass_, self.device, self.budget)
             watch.check_no_recompile()
         except Exception as error:
-            status, message = classify(error)
-            return {"status": status, "message": message}
+            return Measured(*classify(error), memory_mib)
         tflops = shape.flops(pass_) / timing.median_ms / 1e9
-        return {"status": "ok", "message": watch.note, "tflops": tflops, **asdict(timing)}
+        return Measured("ok", watch.note, memory_mib, timing, tflops)
 
-    def _release(self, baseline: int, found: dict[str, Any]) -> str | None:
-        """Bring memory back to `baseline` before the next row, and note in this row's fields where that fails.
+    def _release(self, baseline: int, last: Measured) -> tuple[Measured, str | None]:
+        """Bring memory back to `baseline` before the next row.
 
-        Returns what happened where the GPU can no longer be used at all.
+        Returns:
+            `last`, with a note where that failed; and what happened where the GPU can no longer be used at all.
         """
         try:
             held = release_memory(self.device) - baseline
         except RuntimeError as error:
             lost = f"the GPU failed for good: {_first_line(error)}"
-            reason = found.get("message")
-            found.clear()
-            found |= {"status": "error", "message": f"{reason}; {lost}" if reason else lost}
-            return lost
-        if held > MIB:
-            note = f"{held / MIB:.1f} MiB stayed allocated after it"
-            found["message"] = f"{found['message']}; {note}" if found.get("message") else note
-        return None
+            return Measured("error", last.message).noting(lost), lost
+        return last.noting(f"{held / MIB:.1f} MiB stayed allocated after it") if held > MIB else last, None
 
 
 def classify(error: BaseException) -> tuple[Status, str]:
@@ -207,7 +239,12 @@ def _result(row: Row) -> str:
 
 def _progress(console: Console) -> Progress:
     """A live bar with the time left; nothing but the lines of finished rows where the output is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
     )

@@ -1,8 +1,7 @@
 """One attention workload: its inputs, and what its equations say about FLOPs, bytes and memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -11,10 +10,7 @@ from torch import Tensor
 Pass = Literal["forward", "backward", "forward_backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-LARGEST_HEAD_DIM = 256
 MIB = 2**20
-
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 # The backward has five matrix products (S, dP, dV, dQ, dK) where the forward has two (S, O).
 FLOPS_OVER_FORWARD: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
@@ -26,37 +22,22 @@ FLOPS_METHOD = (
 WORKING_SCORE_MATRICES = 3
 
 
-def require_between(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raises ValueError, naming what came and what is allowed, for a `value` outside least..most."""
-    if value < least or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name} is {value}; allowed is {allowed}")
+def require_at_least(least: int, name: str, value: int) -> None:
+    """Check a size or a count that a user gave.
 
-
-class Implementation(Protocol):
-    """What a benchmark needs to know of an attention function (q, k, v, is_causal) -> o."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def function(self) -> AttentionFunction: ...
-    @property
-    def compiled(self) -> bool:
-        """Whether `function` claims to be compiled by torch.compile; the sweep then verifies it."""
-        ...
-
-    def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
-        """Bytes that it keeps for its backward of each score of S (n_queries, n_keys), for inputs of `dtype`."""
-        ...
-
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
+    Raises:
+        ValueError: `value` is below `least`; the message names what came and what is allowed.
+    """
+    if value < least:
+        raise ValueError(f"{name} is {value}; allowed is at least {least}")
 
 
 @dataclass(frozen=True)
 class AttentionShape:
     """Attention of q (batch, heads, n_queries, d) over k and v (batch, heads, n_keys, d).
 
-    Raises ValueError for a size below 1, d above LARGEST_HEAD_DIM, or a dtype that is not in DTYPES.
+    Raises:
+        ValueError: a size below 1, or a dtype that is not in DTYPES.
     """
 
     batch: int
@@ -68,9 +49,8 @@ class AttentionShape:
     causal: bool
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "n_queries", "n_keys"):
-            require_between(name, getattr(self, name), 1)
-        require_between("d", self.d, 1, LARGEST_HEAD_DIM)
+        for name in ("batch", "heads", "n_queries", "n_keys", "d"):
+            require_at_least(1, name, getattr(self, name))
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype is {self.dtype}; allowed are {', '.join(DTYPES)}")
 
@@ -80,13 +60,13 @@ class AttentionShape:
 
     def inputs(
         self, device: torch.device, seed: int = 0
-    ) -> tuple[Float[Tensor, "b h nq d"], Float[Tensor, "b h nk d"], Float[Tensor, "b h nk d"]]:
+    ) -> tuple[Float[Tensor, "b h n_queries d"], Float[Tensor, "b h n_keys d"], Float[Tensor, "b h n_keys d"]]:
         """q, k and v, standard normal, requiring gradients; the same values for the same seed and kind of device."""
         generator = torch.Generator(device).manual_seed(seed)
         q, k, v = (self._normal(n, device, generator) for n in (self.n_queries, self.n_keys, self.n_keys))
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
-    def output_gradient(self, device: torch.device, seed: int = 1) -> Float[Tensor, "b h nq d"]:
+    def output_gradient(self, device: torch.device, seed: int = 1) -> Float[Tensor, "b h n_queries d"]:
         """dO, standard normal."""
         return self._normal(self.n_queries, device, torch.Generator(device).manual_seed(seed))
 
@@ -111,10 +91,11 @@ class AttentionShape:
     def bytes_before_backward(self, saved_bytes_per_score: int) -> int:
         """Bytes alive between forward and backward, s being `saved_bytes_per_score` and e the bytes of an element:
 
-        B·H·(2·(n_queries + n_keys)·d·e + 4·n_queries + s·n_queries·n_keys)   (q, k, v, o; L; score matrices)
+        B·H·(2·(n_queries + n_keys)·d·e + s·n_queries·n_keys)   (q, k, v, o; score matrices)
+        B·H·(2·(n_queries + n_keys)·d·e + 4·n_queries)          (q, k, v, o; L) where no score matrix is kept, s = 0
         """
         log_sum_exp = 4 * self.batch * self.heads * self.n_queries
-        return self.io_bytes + log_sum_exp + saved_bytes_per_score * self.scores
+        return self.io_bytes + (saved_bytes_per_score * self.scores if saved_bytes_per_score else log_sum_exp)
 
     def peak_bytes(self, saved_bytes_per_score: int) -> int:
         """Bytes at the worst moment of the backward: the above, dq, dk, dv and dO, and a dense one's temporaries."""

@@ -1,0 +1,51 @@
+"""What an attention implementation is to whoever chooses or measures one; `attention.py` has the table of them."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""`attention(q, k, v, is_causal) -> o`: q and o are (..., n_queries, d), k and v are (..., n_keys, d)."""
+
+
+def refuses_nothing(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
+    """A `refusal` that never comes."""
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An attention function and what a caller has to know before choosing it.
+
+    `refusal` says why a device cannot run it in a dtype and head dim that it takes elsewhere, or None.
+    `compiled` says that `function` claims to be compiled by torch.compile; benchmarks verify it.
+    `saved_scores` and `saved_float32_scores` are how many (n_queries, n_keys) matrices per head it keeps for its
+    backward in the inputs' dtype and in float32, counted from its equations; the benchmarks predict memory from them
+    and print the measured figure beside.
+    """
+
+    name: str
+    function: AttentionFunction
+    description: str
+    dtypes: Collection[torch.dtype]
+    largest_d: int | None = None
+    refusal: Callable[[torch.device, torch.dtype, int], str | None] = refuses_nothing
+    compiled: bool = False
+    saved_scores: int = 0
+    saved_float32_scores: int = 0
+
+    def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
+        """Bytes kept for the backward of each score, for inputs of `dtype`."""
+        float32_or_more = torch.promote_types(dtype, torch.float32)
+        return self.saved_scores * dtype.itemsize + self.saved_float32_scores * float32_or_more.itemsize
+
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype, d: int) -> str | None:
+        """Why this implementation cannot run there, or None where it can."""
+        if dtype not in self.dtypes:
+            allowed = ", ".join(sorted(str(each).removeprefix("torch.") for each in self.dtypes))
+            return f"{self.name} takes {allowed}, not {str(dtype).removeprefix('torch.')}"
+        if self.largest_d is not None and d > self.largest_d:
+            return f"{self.name} takes head dims up to {self.largest_d}, not {d}"
+        return self.refusal(device, dtype, d)
