@@ -1,4 +1,4 @@
-"""The FlashAttention-2 Functions as parts of autograd, autocast and torch.compile: rulings 4, 7, 8 and 9."""
+"""The FlashAttention-2 Functions as parts of autograd, autocast and torch.compile."""
 
 import gc
 import weakref
@@ -17,7 +17,6 @@ from .machine import (
     NATIVE,
     both_causal,
     both_flash,
-    compile_missing_reason,
     flash_function,
     needs_gpu,
     needs_triton,
@@ -38,7 +37,7 @@ def leaves(inputs: Inputs, wanted: str = "qkv") -> list[torch.Tensor]:
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @both_flash
 def test_only_wanted_gradients(flash, wanted):
-    """Ruling 8; B31: inputs that require no gradient get none, and the others get the right one."""
+    """Inputs that require no gradient get none, and the others get the right one."""
     inputs = CASE.draw(torch.float32, DEVICE)
     q, k, v = leaves(inputs, wanted)
     o = flash_function(flash)(q, k, v, True)
@@ -50,7 +49,7 @@ def test_only_wanted_gradients(flash, wanted):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
 def test_tiled_backward_returns_only_what_is_needed(wanted):
-    """Ruling 8; B31: `needs` reaches the loops, and what is not needed is not returned."""
+    """`needs` reaches the loops, and what is not needed is not returned."""
     inputs = CASE.draw(torch.float32, DEVICE)
     q, k, v, dO = inputs
     o, L = flash_forward(q, k, v, True)
@@ -73,13 +72,13 @@ def matmuls_and_launches(flash: str, wanted: str) -> int:
 @pytest.mark.parametrize("wanted", ["q", "v"])
 @both_flash
 def test_unwanted_gradients_cost_nothing(flash, wanted):
-    """Ruling 8; B31: a gradient that nobody needs is not computed and thrown away."""
+    """A gradient that nobody needs is not computed and thrown away."""
     assert 0 < matmuls_and_launches(flash, wanted) < matmuls_and_launches(flash, "qkv")
 
 
 @both_flash
 def test_no_graph_without_a_gradient(flash):
-    """Ruling 7: inputs that require no gradient give an output that requires none."""
+    """Inputs that require no gradient give an output that requires none."""
     q, k, v, _ = CASE.draw(torch.float32, DEVICE)
     o = flash_function(flash)(q, k, v, True)
     assert o.grad_fn is None and not o.requires_grad
@@ -105,7 +104,7 @@ def test_gradients_accumulate(flash):
 @both_causal
 @both_flash
 def test_one_saved_log_sum_exp(flash, is_causal, case):
-    """B33: of the saved tensors one has an entry a query, and it is the natural log-sum-exp, not base 2."""
+    """Of the saved tensors one has an entry a query, and it is the natural log-sum-exp, not base 2."""
     inputs = case.draw(torch.float32, DEVICE)
     saved = saved_log_sum_exps(flash_function(flash)(*leaves(inputs), is_causal))
     assert len(saved) == 1
@@ -139,7 +138,7 @@ def garbage_collector_off():
 
 @both_flash
 def test_nothing_is_kept_without_grad(flash):
-    """Ruling 7: under no_grad the output holds on to none of the inputs."""
+    """Under no_grad the output holds on to none of the inputs."""
     with garbage_collector_off():
         inputs = [x.requires_grad_() for x in CASE.draw(torch.float32, DEVICE)[:3]]
         alive = [weakref.ref(x) for x in inputs]
@@ -153,7 +152,7 @@ def test_nothing_is_kept_without_grad(flash):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward-only", "with-backward"])
 @both_flash
 def test_nothing_leaks(flash, backward):
-    """Ruling 7: with the output goes all that was saved for a backward, whether it ran or not; no reference cycle."""
+    """With the output goes all that was saved for a backward, whether it ran or not; no reference cycle."""
     with garbage_collector_off():
         inputs = [x.requires_grad_() for x in CASE.draw(torch.float32, DEVICE)[:3]]
         o = flash_function(flash)(*inputs, True)
@@ -181,7 +180,7 @@ def largest_allocation(flash: str, n: int, d: int) -> int:
 @pytest.mark.skipif(NATIVE, reason="on a GPU the peak is read instead")
 @both_flash
 def test_no_matrix_of_scores_on_cpu(flash):
-    """Ruling 7: no tensor made in forward or backward, inside custom ops too, is within 8x of n_queries x n_keys."""
+    """No tensor made in forward or backward, inside custom ops too, is within 8x of n_queries x n_keys."""
     n = 768
     largest = largest_allocation(flash, n, d=16)
     assert n * 16 * 4 <= largest, "the profile has missed the output itself"
@@ -191,7 +190,7 @@ def test_no_matrix_of_scores_on_cpu(flash):
 @needs_gpu
 @both_flash
 def test_no_matrix_of_scores_on_gpu(flash):
-    """Ruling 7: forward and backward need a few tensors of n x d, where one matrix of scores would be 1 GiB."""
+    """Forward and backward need a few tensors of n x d, where one matrix of scores would be 1 GiB."""
     inputs = Case((1,), 16384, 16384, 64).draw(torch.float32, DEVICE)
     run_attention(flash_function(flash), inputs, True)
     torch.cuda.synchronize()
@@ -201,18 +200,30 @@ def test_no_matrix_of_scores_on_gpu(flash):
     assert torch.cuda.max_memory_allocated() - before <= 20 * inputs.q.numel() * 4
 
 
+def allocated_between_steps() -> int:
+    """Bytes allocated on the GPU once autograd has let go of the last backward, but for some scalars.
+
+    A backward runs on the GPU's own autograd thread. When its caller has dq, dk and dv, that thread may still hold them
+    too, until it is scheduled again; a machine with more processes than cores shows that as a leak of three gradients.
+    The thread drops them before it takes the next backward, so here is one, of a scalar.
+    """
+    torch.ones((), device=DEVICE, requires_grad=True).clone().backward()
+    return torch.cuda.memory_allocated()
+
+
 @needs_gpu
 @both_flash
 def test_gpu_memory_returns_to_where_it_was(flash):
-    """Ruling 7: forwards that are never followed by a backward, and whole steps, leave nothing allocated."""
+    """Forwards that are never followed by a backward, and whole steps, leave nothing allocated."""
     inputs = Case((2,), 1024, 1024, 64).draw(torch.float32, DEVICE)
     run_attention(flash_function(flash), inputs, True)
     with garbage_collector_off():
-        before = torch.cuda.memory_allocated()
+        before = allocated_between_steps()
         for _ in range(3):
             flash_function(flash)(*leaves(inputs), True)
             run_attention(flash_function(flash), inputs, True)
-        assert torch.cuda.memory_allocated() == before
+        one_L = inputs.q[..., 0].numel() * 4  # the least that a kept graph holds
+        assert allocated_between_steps() - before < one_L
 
 
 # Derivatives.
@@ -221,21 +232,21 @@ def test_gpu_memory_returns_to_where_it_was(flash):
 @both_causal
 @pytest.mark.parametrize("case", [Case((), 5, 5, 3), Case((2,), 5, 7, 3), Case((2, 1), 7, 4, 2)], ids=str)
 def test_gradcheck(case, is_causal):
-    """Ruling 4; B29: the tiled gradients are the derivatives of the tiled forward, by finite differences in float64."""
+    """The tiled gradients are the derivatives of the tiled forward, by finite differences in float64."""
     q, k, v = leaves(case.draw(torch.float64, DEVICE))
     assert torch.autograd.gradcheck(FlashAttention2Pytorch.apply, (q, k, v, is_causal))
 
 
 @both_causal
 def test_gradcheck_over_many_tiles(is_causal):
-    """Ruling 4; B29: the same along random directions, over more than one default tile each way."""
+    """The same along random directions, over more than one default tile each way."""
     q, k, v = leaves(Case((), 150, 140, 3).draw(torch.float64, DEVICE))
     assert torch.autograd.gradcheck(FlashAttention2Pytorch.apply, (q, k, v, is_causal), fast_mode=True)
 
 
 @both_flash
 def test_second_derivative_raises(flash):
-    """Ruling 8; B29: gradients of gradients are not implemented, and say so."""
+    """Gradients of gradients are not implemented, and say so."""
     inputs = Case((2,), 5, 5, 16).draw(torch.float32, DEVICE)
     q, k, v = leaves(inputs)
     o = flash_function(flash)(q, k, v, True)
@@ -246,7 +257,7 @@ def test_second_derivative_raises(flash):
 
 @both_flash
 def test_gradient_penalty_raises(flash):
-    """Ruling 8; B29: a penalty on dq never drops out of a loss that has other terms.
+    """A penalty on dq never drops out of a loss that has other terms.
 
     The gradient of o.sum() is a constant, so nothing that the backward is handed requires a gradient; its result
     depends on q all the same. Treated as a constant it would leave the loss differentiable, and silently wrong.
@@ -260,7 +271,7 @@ def test_gradient_penalty_raises(flash):
 
 @both_flash
 def test_forward_mode_raises(flash):
-    """Ruling 8: a forward-mode derivative is not implemented either, and is not silently zero."""
+    """A forward-mode derivative is not implemented either, and is not silently zero."""
     q, k, v, dO = Case((2,), 5, 5, 16).draw(torch.float32, DEVICE)
     with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
         flash_function(flash)(torch.autograd.forward_ad.make_dual(q, dO), k, v, True)
@@ -277,7 +288,7 @@ def autocast_dtypes(flash: str) -> list[torch.dtype]:
 @both_causal
 @both_flash
 def test_autocast(flash, is_causal, dtype):
-    """Ruling 4; B23: under autocast a float32 call runs in the autocast dtype, and its gradients are float32."""
+    """Under autocast a float32 call runs in the autocast dtype, and its gradients are float32."""
     if dtype not in autocast_dtypes(flash):
         pytest.skip(INTERPRETER_BFLOAT16)
 
@@ -297,7 +308,7 @@ def test_autocast(flash, is_causal, dtype):
 
 @both_flash
 def test_autocast_joins_mixed_dtypes(flash):
-    """Ruling 4: under autocast a float32 q and half-precision k and v meet in the autocast dtype."""
+    """Under autocast a float32 q and half-precision k and v meet in the autocast dtype."""
     q, k, v, _ = CASE.draw(torch.float32, DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.float16):
         mixed = flash_function(flash)(q, k.half(), v.half(), True)
@@ -307,7 +318,7 @@ def test_autocast_joins_mixed_dtypes(flash):
 
 @both_flash
 def test_autocast_off_inside_does_not_cast(flash):
-    """Ruling 4: a region where autocast is disabled is a region without it."""
+    """A region where autocast is disabled is a region without it."""
     q, k, v, _ = CASE.draw(torch.float32, DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.float16), torch.autocast(DEVICE.type, enabled=False):
         assert flash_function(flash)(q, k, v, True).dtype == torch.float32
@@ -322,9 +333,7 @@ BACKEND = "inductor" if NATIVE else "aot_eager"
 @both_causal
 @needs_triton
 def test_compiled_in_one_graph(is_causal):
-    """Ruling 8; B27: the Triton Function compiles without a graph break, backward too, and gives what eager gives."""
-    if NATIVE and compile_missing_reason():
-        pytest.skip(compile_missing_reason() or "")
+    """The Triton Function compiles without a graph break, backward too, and gives what eager gives."""
     torch.compiler.reset()
     inputs = Case((1, 2), 100, 100, 64).draw(torch.float32, DEVICE)
     compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
@@ -337,7 +346,7 @@ def test_compiled_in_one_graph(is_causal):
 
 @needs_triton
 def test_compiled_among_other_operations():
-    """Ruling 8; B27: one graph holds the projections before and after; strides there are not those of eager inputs."""
+    """One graph holds the projections before and after; strides there are not those of eager inputs."""
     torch.compiler.reset()
     inputs = Case((2, 50), 3, 3, 16).draw(torch.float32, DEVICE)
     weight = torch.eye(16, device=DEVICE) + 0.1
@@ -355,7 +364,7 @@ def test_compiled_among_other_operations():
 
 @needs_triton
 def test_compiled_with_changing_lengths():
-    """Ruling 8: a second length makes lengths symbolic in the graph, and is right too."""
+    """A second length makes lengths symbolic in the graph, and is right too."""
     torch.compiler.reset()
     compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
     for n in (40, 50, 70):
@@ -369,7 +378,7 @@ def test_compiled_with_changing_lengths():
 @pytest.mark.skipif(not NATIVE or torch.cuda.device_count() < 2, reason="needs two GPUs")
 @both_flash
 def test_tensors_on_another_gpu(flash):
-    """Ruling 9; B35: the current device is 0 and the tensors are on 1, and so are the results."""
+    """The current device is 0 and the tensors are on 1, and so are the results."""
     other = torch.device("cuda", 1)
     assert torch.cuda.current_device() == 0
     inputs = CASE.draw(torch.float32, other)
