@@ -1,10 +1,10 @@
-"""Rulings 1 and 6: leading dimensions, empty tensors and strides of what the FlashAttention-2 Functions take."""
+"""Leading dimensions, empty tensors and strides, small and huge, of what the FlashAttention-2 Functions take."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function
+from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
 from .reference import Case, Inputs, assert_within_budget, run_attention
 
 STRIDED = Case((2, 16), 513, 513, 64) if NATIVE else Case((2, 3), 37, 37, 16)
@@ -17,9 +17,8 @@ def transposed(x):
 
 def slice_of_fused(x):
     """The middle third of a fused (…, n, 3 d) projection."""
-    return torch.cat([torch.full_like(x, float("nan")), x, torch.full_like(x, float("nan"))], dim=-1).chunk(3, dim=-1)[
-        1
-    ]
+    nan = torch.full_like(x, float("nan"))
+    return torch.cat([nan, x, nan], -1).chunk(3, -1)[1]
 
 
 def every_second_row(x):
@@ -48,7 +47,7 @@ LAYOUTS = [transposed, slice_of_fused, every_second_row, column_major, off_by_on
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @both_flash
 def test_strides_of_inputs_and_gradient(flash, layout):
-    """Ruling 6; B11: values count, not where they lie."""
+    """Values count, not where they lie."""
     inputs = STRIDED.draw(torch.float32, DEVICE)
     laid_out = Inputs(*(layout(x) for x in inputs))
     assert all(torch.equal(x, y) for x, y in zip(laid_out, inputs, strict=True))
@@ -57,7 +56,7 @@ def test_strides_of_inputs_and_gradient(flash, layout):
 
 @both_flash
 def test_a_different_layout_for_each_input(flash):
-    """Ruling 6; B11: q transposed, k contiguous, v from a fused projection, dO by columns."""
+    """One launch takes q transposed, k contiguous, v from a fused projection, dO by columns."""
     q, k, v, dO = inputs = STRIDED.draw(torch.float16, DEVICE)
     mixed = Inputs(transposed(q), k, slice_of_fused(v), column_major(dO))
     assert_within_budget(run_attention(flash_function(flash), mixed, True), inputs, True)
@@ -74,14 +73,14 @@ EXPANSIONS = {
 @pytest.mark.parametrize("over", EXPANSIONS)
 @both_flash
 def test_expanded_inputs(flash, over):
-    """Ruling 6: stride 0 over heads (as grouped queries have), batch, rows or columns; gradients are full size."""
+    """Stride 0 over heads (as grouped queries have), batch, rows or columns; gradients are full size."""
     inputs = Inputs(*(EXPANSIONS[over](x) for x in STRIDED.draw(torch.float32, DEVICE)))
     assert_within_budget(run_attention(flash_function(flash), inputs, True), inputs, True)
 
 
 @both_flash
 def test_gradient_of_a_sum(flash):
-    """Ruling 6: o.sum().backward() hands over one element with stride 0 everywhere."""
+    """o.sum().backward() hands over one element with stride 0 everywhere."""
     inputs = STRIDED.draw(torch.float32, DEVICE)
     inputs = inputs._replace(dO=torch.ones((), device=DEVICE).expand_as(inputs.q))
     assert inputs.dO.stride() == (0, 0, 0, 0)
@@ -90,7 +89,7 @@ def test_gradient_of_a_sum(flash):
 
 @both_flash
 def test_gradient_through_transpose_and_projection(flash):
-    """Ruling 6; B13: behind o.transpose(1, 2) and a linear layer dO is transposed, and counts as its dense copy."""
+    """Behind o.transpose(1, 2) and a linear layer dO is transposed, and counts as its dense copy."""
     inputs = Case((2, 4), 32, 32, 128).draw(torch.float32, DEVICE)
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     arrived = []
@@ -108,7 +107,7 @@ def test_gradient_through_transpose_and_projection(flash):
 @both_causal
 @both_flash
 def test_leading_dimensions(flash, is_causal, leading):
-    """Ruling 1: any number of leading dimensions, none too; o and L keep them."""
+    """Any number of leading dimensions, none too; o and L keep them."""
     inputs = Case(leading, 20, 35, 16).draw(torch.float32, DEVICE)
     result = run_attention(flash_function(flash), inputs, is_causal)
     assert result.L is not None and result.L.shape == (*leading, 20)
@@ -117,7 +116,7 @@ def test_leading_dimensions(flash, is_causal, leading):
 
 @both_flash
 def test_leading_dimensions_that_no_view_can_merge(flash):
-    """Rulings 1 and 6: three leading dimensions, transposed among themselves, have no single stride."""
+    """Three leading dimensions, transposed among themselves, have no single stride."""
     inputs = Case((2, 3, 2), 17, 17, 16).draw(torch.float32, DEVICE)
     permuted = Inputs(*(x.permute(2, 1, 0, 3, 4).contiguous().permute(2, 1, 0, 3, 4) for x in inputs))
     assert_within_budget(run_attention(flash_function(flash), permuted, True), inputs, True)
@@ -138,8 +137,37 @@ def test_leading_dimensions_that_no_view_can_merge(flash):
 @both_causal
 @both_flash
 def test_empty_tensors(flash, is_causal, case):
-    """Rulings 1 and 3; B05: no keys give o = 0, L = -inf and dq = 0; no queries give dk = dv = 0; no heads nothing."""
+    """No keys give o = 0, L = -inf and dq = 0; no queries give dk = dv = 0; no heads nothing."""
     inputs = case.draw(torch.float32, DEVICE)
     result = run_attention(flash_function(flash), inputs, is_causal)
     assert result.L is not None
     assert_within_budget(result, inputs, is_causal)
+
+
+FAR_APART = 2**29  # elements; four such steps pass 2^31
+
+
+def far_apart(inputs: Inputs, dim: int, step: int) -> Inputs:
+    """The inputs side by side in one buffer, `step` elements from one index of dimension `dim` to the next."""
+    buffer = torch.empty(step * 4 + inputs.q[0].numel() * 4, dtype=inputs.q.dtype, device=DEVICE)
+    views = []
+    for position, x in enumerate(inputs):
+        strides = [4 * stride for stride in x.stride()]  # four tensors share each row
+        strides[dim], strides[-1] = step, 1
+        view = buffer.as_strided(x.shape, strides, position * x.shape[-1])
+        views.append(view.copy_(x))
+    return Inputs(*views)
+
+
+@pytest.mark.parametrize("step", [FAR_APART + 64, FAR_APART + 65], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(
+    ("case", "dim"), [(Case((5,), 40, 40, 16), 0), (Case((1,), 5, 5, 16), 1)], ids=["heads", "rows"]
+)
+@needs_gpu
+@both_flash
+def test_offsets_past_32_bits(flash, case, dim, step):
+    """Five heads or rows over 4 GiB: an offset computed in 32 bits would wrap. Aligned ones go by descriptor."""
+    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free GPU memory")
+    compact = case.draw(torch.float16, DEVICE)
+    assert_within_budget(run_attention(flash_function(flash), far_apart(compact, dim, step), True), compact, True)
