@@ -38,14 +38,14 @@ def check_backward(apply, is_causal: bool) -> None:
 
 @both_causal
 def test_flash_forward_pass_pytorch(is_causal):
-    """B33, the tiled version."""
+    """o, and L natural and alone of its shape among the saved tensors: the tiled version."""
     check_forward(get_flashattention_autograd_function_pytorch().apply, is_causal)
 
 
 @needs_triton
 @both_causal
 def test_flash_forward_pass_triton(is_causal):
-    """B33, the kernels."""
+    """o, and L natural and alone of its shape among the saved tensors: the kernels."""
     check_forward(get_flashattention_autograd_function_triton().apply, is_causal)
 
 

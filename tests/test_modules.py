@@ -111,7 +111,7 @@ def test_attention_with_values_of_another_width():
 
 
 def test_attention_of_fully_masked_rows():
-    """Ruling 3: a query that sees no key gives zeros, with no NaN in the value or in any gradient."""
+    """A query that sees no key gives zeros, with no NaN in the value or in any gradient."""
     q, k, v = (x.requires_grad_() for x in Case((2,), 6, 9, 8).draw(torch.float32, CPU)[:3])
     mask = torch.ones(6, 9, dtype=torch.bool)
     mask[2] = mask[5] = False
@@ -127,14 +127,14 @@ def test_attention_of_fully_masked_rows():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_without_keys(masked):
-    """Ruling 3: with no keys at all o = 0."""
+    """With no keys at all o = 0."""
     inputs = Case((2,), 3, 0, 4).draw(torch.float32, CPU)
     mask = torch.ones(3, 0, dtype=torch.bool) if masked else None
     assert torch.equal(scaled_dot_product_attention(*inputs[:3], mask), torch.zeros(2, 3, 4))
 
 
 def test_attention_with_logits_below_any_finite_fill():
-    """Ruling 3: masked scores are -inf; true scores of -1e10 still win over them."""
+    """Masked scores are -inf; true scores of -1e10 still win over them."""
     q, k = torch.full((4, 16), 5e4), torch.full((4, 16), -5e4)
     v = random(4, 16)
     o = scaled_dot_product_attention(q, k, v, torch.ones(4, 4, dtype=torch.bool).tril())
@@ -142,7 +142,7 @@ def test_attention_with_logits_below_any_finite_fill():
 
 
 def test_attention_of_large_half_precision_scores():
-    """B07: q k^T of 102,400 overflows float16 unless it is scaled before it is rounded."""
+    """Q k^T of 102,400 overflows float16 unless it is scaled before it is rounded."""
     inputs = Case((2,), 64, 64, 64).draw(torch.float16, CPU)
     forties = torch.full_like(inputs.q, 40)
     inputs = Inputs(forties, forties, inputs.v, inputs.dO)
