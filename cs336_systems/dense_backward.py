@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.flash_triton import FlashAttention2Triton
+from cs336_systems.inputs import without_autocast
 
 
 def dense_backward(
@@ -58,5 +59,6 @@ class FlashAttention2TritonDenseBackward(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
-        dq, dk, dv = compiled_dense_backward(q, k, v, o, dO, L, ctx.is_causal)
+        with without_autocast(q):
+            dq, dk, dv = compiled_dense_backward(q, k, v, o, dO, L, ctx.is_causal)
         return dq, dk, dv, None

@@ -70,16 +70,17 @@ def flash_forward(
         l = torch.zeros_like(q_i[..., :1])
         m = torch.full_like(l, -math.inf)
 
-        # line 7; key tiles after the tile's last query are masked throughout and never visited. Every query sees key 0,
-        # so m is finite from the first tile on, and no exponent is -inf - (-inf).
+        # line 7; key tiles after the tile's last query are masked throughout and never visited
         for j in range(0, min(n_keys, queries.stop) if is_causal else n_keys, k_tile_size):
             k_j = k[..., j : j + k_tile_size, :].to(dtype)  # line 8
             v_j = v[..., j : j + k_tile_size, :].to(dtype)
             S = _scores(q_i, k_j, i, j, is_causal)  # line 9
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))  # line 10
-            P = torch.exp(S - m_new)  # line 11
-            l = torch.exp(m - m_new) * l + P.sum(-1, keepdim=True)  # line 12
-            o_i = torch.exp(m - m_new) * o_i + P @ v_j  # line 13
+            # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
+            shift = torch.where(m_new == -math.inf, 0, m_new)
+            P = torch.exp(S - shift)  # line 11
+            l = torch.exp(m - shift) * l + P.sum(-1, keepdim=True)  # line 12
+            o_i = torch.exp(m - shift) * o_i + P @ v_j  # line 13
             m = m_new
 
         o[..., queries, :] = o_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where there are no keys

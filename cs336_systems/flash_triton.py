@@ -84,8 +84,8 @@ def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
 
 
 def _empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
-    """An uninitialised tensor of x's shape, in x's memory order where x is dense; `_as_4d` of it is a view."""
-    return torch.empty_like(_as_4d(x)).view(x.shape)
+    """An uninitialised tensor of x's shape, of which `_as_4d` is a view; up to four dimensions in x's memory order."""
+    return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
 
 
 def _strided(x: Float[Tensor, "... n d"]) -> "Strided":

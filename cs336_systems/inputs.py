@@ -32,6 +32,8 @@ def attention_inputs(q: Q, k: KV, v: KV, is_causal: bool, dtypes: Collection[tor
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")

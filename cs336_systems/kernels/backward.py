@@ -107,8 +107,7 @@ def _accumulate_dk_dv(
     """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query.
 
     S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
-    and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta: their P is exp(0 - 0), never
-    inf, and they add nothing.
+    and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta, and add nothing.
     """
     keys = j + tl.arange(0, K_TILE_SIZE)
     for i in tl.range(first_query, end_query, Q_TILE_SIZE):
@@ -116,16 +115,30 @@ def _accumulate_dk_dv(
         dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
         L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
         delta_i = load_per_query(delta, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
-        S_T = tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)  # line 11 (13), scaled in the next
+        S_T = _transposed_scores(q_i, k_j, INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:
             queries = i + tl.arange(0, Q_TILE_SIZE)
-            P_T = tl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
+            seen = visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL) & (queries < n_queries)[None, :]
+            P_T = tl.where(seen, P_T, 0.0)
         dv_j = tl.dot(P_T.to(dO_i.dtype), dO_i, dv_j, input_precision=INPUT_PRECISION)  # line 13 (15)
         dP_T = tl.dot(v_j, tl.trans(dO_i), input_precision=INPUT_PRECISION)  # line 14 (16)
         dS_T = P_T * (dP_T - delta_i[None, :])  # line 15 (17), unscaled
         dk_j = tl.dot(dS_T.to(q_i.dtype), q_i, dk_j, input_precision=INPUT_PRECISION)  # line 17 (19)
     return dk_j, dv_j
+
+
+@triton.jit
+def _transposed_scores(q_i, k_j, INPUT_PRECISION: tl.constexpr):
+    """S^T = K Q^T, unscaled.
+
+    In float32 it is the transpose of Q K^T, rounded as the forward rounded it. L comes of those scores, and where one
+    key has all the weight exp(S - L) is 1 only if S is the very same number.
+    """
+    if q_i.dtype == tl.float32:
+        return tl.trans(tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION))
+    else:
+        return tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)
 
 
 @triton.jit

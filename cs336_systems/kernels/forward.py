@@ -68,10 +68,7 @@ def _accumulate_o(
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Lines 8 to 13 for the key tiles from first_key to end_key.
-
-    Every query sees key 0, so m is finite from the first key tile on, and no exponent is -inf - (-inf).
-    """
+    """Lines 8 to 13 for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
         k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 8
@@ -81,8 +78,10 @@ def _accumulate_o(
             keys = j + tl.arange(0, K_TILE_SIZE)
             S = tl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), S, float("-inf"))
         m_new = tl.maximum(m, tl.max(S, 1) * score_scale)  # line 10
-        P = exp_in_base(S * score_scale - m_new[:, None], BASE_2)  # line 11
-        rescale = exp_in_base(m - m_new, BASE_2)  # exp(m - m') of lines 12 and 13
+        # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        P = exp_in_base(S * score_scale - shift[:, None], BASE_2)  # line 11
+        rescale = exp_in_base(m - shift, BASE_2)  # exp(m - m') of lines 12 and 13
         l = rescale * l + tl.sum(P, 1)  # line 12
         v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 8
         o_i = tl.dot(P.to(v_j.dtype), v_j, rescale[:, None] * o_i, input_precision=INPUT_PRECISION)  # line 13
