@@ -35,7 +35,7 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | No
     if flash_triton.triton is None:
         return "Triton is not installed"
     try:
-        flash_triton._tiles(torch.empty(0, d, dtype=dtype, device=device))
+        flash_triton.tiles_for(torch.empty(0, d, dtype=dtype, device=device))
     except (TypeError, ValueError) as error:
         return str(error)
     return None

@@ -48,7 +48,7 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
-def _tiles(x: Tensor) -> Tiles:
+def tiles_for(x: Tensor) -> Tiles:
     """The tiles for tensors like x, once it is sure that the kernels can run on its device.
 
     Raises:
@@ -177,12 +177,12 @@ def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> di
 
 
 # A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
-# one, leaves the choice to `_tiles`. Each raises what `_tiles` raises, and ValueError past MAX_PROGRAMS programs.
+# one, leaves the choice to `tiles_for`. Each raises what `tiles_for` raises, and ValueError past MAX_PROGRAMS programs.
 
 
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
-    tile = tile or _tiles(q).forward
+    tile = tile or tiles_for(q).forward
     o, L = _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     tensors = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _strided(o), L
     arguments = _attention_arguments(tile, q, k, is_causal)
@@ -204,7 +204,7 @@ def launch_dk_dv(
     tile: Tile | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv, from what `launch_delta` gave."""
-    tile = tile or _tiles(q).dk_dv
+    tile = tile or tiles_for(q).dk_dv
     dk, dv = _empty_like(k), _empty_like(v)
     inputs = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _query_operand(dO, tile)
     tensors = *inputs, _strided(dk), _strided(dv), L_base, delta
@@ -218,7 +218,7 @@ def launch_dq(
     tile: Tile | None = None,
 ) -> Queries:  # fmt: skip
     """Algorithm 2 with its loops exchanged: dq, line 16, from what `launch_delta` gave."""
-    tile = tile or _tiles(q).dq
+    tile = tile or tiles_for(q).dq
     dq = _empty_like(q)
     inputs = _query_operand(q, tile), _key_operand(k, tile), _key_operand(v, tile), _query_operand(dO, tile)
     tensors = *inputs, _strided(dq), L_base, delta
@@ -277,7 +277,7 @@ class FlashAttention2Triton(torch.autograd.Function):
     No kernel uses atomics: results are bit-equal from run to run. A second derivative raises.
 
     Raises:
-        TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `_tiles` say.
+        TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `tiles_for` say.
         RuntimeError: Triton is not installed.
     """
 

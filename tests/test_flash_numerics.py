@@ -322,3 +322,29 @@ def test_float64_is_float64(is_causal):
     result, exact = run_attention(FlashAttention2Pytorch.apply, inputs, is_causal), dense_attention(inputs, is_causal)
     for name in ("o", "L", "dq", "dk", "dv"):
         assert largest_error(getattr(result, name), getattr(exact, name)) < 1e-13, name
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("factor", [3, 10], ids="times{}".format)
+@both_flash
+def test_peaked_softmax_in_float32(flash, factor, d):
+    """With large scores one key has nearly all the weight, and P = exp(S - L) in the backward is near 1 only if S is
+    rounded as it was when L was made of it.
+    """
+    for seed in range(3):
+        q, k, v, dO = Case((1,), 128, 128, d).draw(torch.float32, DEVICE, seed)
+        inputs = Inputs(q * factor, k * factor, v, dO)
+        assert_within_budget(run_attention(flash_function(flash), inputs, False), inputs, False)
+
+
+@both_causal
+@both_flash
+def test_scores_of_minus_infinity_at_the_start(flash, is_causal):
+    """A query whose first tile of keys has no finite score waits for the next; -inf - (-inf) would be NaN for good."""
+    q, k, v, _ = Case((1,), 100, 150, 16).draw(torch.float32, DEVICE)
+    k[:, :140] = -1e25
+    o = flash_function(flash)(q.abs() * 1e15, k, v, is_causal)
+    assert o.isfinite().all()
+    if not is_causal:
+        exact = dense_attention(Inputs(q.abs() * 1e15, k, v, torch.zeros_like(q)), False)
+        torch.testing.assert_close(o.double(), exact.o, rtol=0, atol=1e-5)

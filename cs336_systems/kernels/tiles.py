@@ -66,7 +66,7 @@ def padded_head_dim(d: int) -> int:
 
 
 # The interpreter runs NumPy on whole tiles: few of them, and oblong, so that short tests meet every edge. The forward's
-# and dk_dv's are alike, because NumPy rounds a product differently in another shape (see `backward._transposed_scores`).
+# and dk_dv's are alike, since NumPy rounds a product differently in another shape (see `backward._transposed_scores`).
 INTERPRETER = Tiles(
     forward=Tile(64, 32, 1, 1, by_descriptor=True),
     dk_dv=Tile(64, 32, 1, 1, by_descriptor=True),
