@@ -90,8 +90,6 @@ def main(config: Config) -> None:
     rows = sweep.run(config.out_dir / "metrics.jsonl", config.fresh, console)
     method = (
         *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
-        f"{budget.iterations} timed passes after {budget.warmup} of warm-up, the median is given; rows kept from an "
-        "earlier run were made with that run's number of passes.",
         TIME_METHOD[device.type],
         FLOPS_METHOD,
         MEMORY_METHOD[device.type],

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from .bench_examples import CPU, row
 KEYS = [
     "implementation", "pass", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal",
     "median_ms", "p20_ms", "p80_ms", "tflops", "memory_mib", "predicted_memory_mib", "status", "message",
-    "gpu", "driver", "torch", "triton", "commit", "dirty", "float32_precision", "time",
+    "gpu", "driver", "torch", "triton", "commit", "dirty", "float32_precision", "time", "warmup", "iterations",
 ]  # fmt: skip
 
 
@@ -28,6 +29,16 @@ def test_schema():
     assert list(json.loads(row(variant="tuned").to_json())) == [*KEYS, "variant"]
     for one in (row(), row(variant="tuned"), row(status="oom", median_ms=None, message="CUDA out of memory")):
         assert Row.from_json(one.to_json()) == one
+
+
+def test_older_rows_do_not_say_how_many_passes():
+    values = json.loads(row(warmup=2, iterations=50).to_json())
+    del values["warmup"], values["iterations"]
+    assert Row.from_json(json.dumps(values)) == row()
+
+
+def test_rows_on_record_stay_readable():
+    assert len(read_rows(Path(__file__).parents[1] / "runs/h200/pytorch_attention/metrics.jsonl")) == 80
 
 
 def test_nan_and_infinity_become_null():

@@ -77,6 +77,19 @@ def test_notes_state_method_constants_spread_and_environment():
     assert table.headers[3] == "float32 matmul precision", "what varies is a column"
 
 
+def test_note_counts_the_passes_found_in_the_rows():
+    many, few, old = row(warmup=10, iterations=100), row(d=16, warmup=2, iterations=50), row(d=32)
+    for rows, text in (
+        ([many], "median of 100 timed passes after 10 of warm-up."),
+        (
+            [few, many, old],
+            "50 timed passes after 2 of warm-up (1 rows), 100 timed passes after 10 of warm-up (1 rows)",
+        ),
+        ([few, old], "an unrecorded number of passes (1 rows)"),
+    ):
+        assert text in "\n".join(comparison(rows, "t", NAMES, "naive").notes)
+
+
 def test_what_varies_becomes_a_column():
     rows = [row(), row(dtype="bfloat16"), row(batch=2), row(n_keys=512)]
     header, _, *lines = _cells(comparison(rows, "t", ("naive",), "naive").to_markdown())

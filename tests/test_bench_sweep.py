@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from cs336_systems import flash_triton
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
+from cs336_systems.bench.measure import Budget
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.sweep import DeviceLostError, classify
 from cs336_systems.bench.workload import MIB
@@ -195,6 +196,14 @@ def test_resume(tmp_path):
     assert len(path.read_text().splitlines()) == len(read_rows(path)) == 4
 
 
+def test_rows_of_fewer_passes_are_measured_again(tmp_path):
+    """More than asked for is kept; what each row was measured with stands in it."""
+    for asked, kept in ((3, 3), (2, 3), (5, 5)):
+        one = replace(sweep(example()), budget=Budget(warmup=asked, iterations=asked))
+        (row,) = one.run(tmp_path / "metrics.jsonl")
+        assert (row.warmup, row.iterations) == (kept, kept)
+
+
 def test_killed_and_started_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -345,7 +354,7 @@ def test_recompilation_in_the_timed_part_gets_no_time(tmp_path, changes, message
         state["calls"] += 1
         return inner(q, k, v, is_causal, f"label {min(state['calls'], changes)}")
 
-    long = replace(sweep(example("changing", attention, compiled=True)), budget=sweep_module.Budget(20, 5))
+    long = replace(sweep(example("changing", attention, compiled=True)), budget=Budget(20, 5))
     (row,) = long.run(tmp_path / "metrics.jsonl")
     assert (row.status, row.median_ms) == ("error", None)
     assert message in said(row)

@@ -70,7 +70,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One implementation, shape and pass, measured once. JSON writes `pass_` as "pass", and `variant` only if set."""
+    """One implementation, shape and pass, measured once. JSON writes `pass_` as "pass", and `variant` only if set.
+
+    `warmup` and `iterations` are the passes behind the times; None where nothing was timed, and in older files.
+    """
 
     implementation: str
     pass_: Pass
@@ -97,6 +100,8 @@ class Row:
     dirty: bool | None
     float32_precision: str
     time: str
+    warmup: int | None = None
+    iterations: int | None = None
     variant: str | None = None
 
     @property
@@ -120,7 +125,7 @@ class Row:
         values = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(values, dict):
             raise ValueError(f"a row is a JSON object, not {values!r}")
-        missing, unknown = _REQUIRED_KEYS - values.keys(), values.keys() - _REQUIRED_KEYS - {"variant"}
+        missing, unknown = _REQUIRED_KEYS - values.keys(), values.keys() - _REQUIRED_KEYS - _OPTIONAL_KEYS
         if missing or unknown:
             raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
         for name, allowed in (("pass", PASSES), ("status", STATUSES)):
@@ -137,7 +142,8 @@ def _to_field(key: str) -> str:
     return "pass_" if key == "pass" else key  # `pass` is a reserved word in Python
 
 
-_REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - {"variant"}
+_OPTIONAL_KEYS = {"warmup", "iterations", "variant"}
+_REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - _OPTIONAL_KEYS
 
 
 class RowFile:

@@ -1,5 +1,6 @@
 """Rows -> one table, for the console (rich) and for Markdown, with the method and the environment under it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,8 +69,8 @@ def comparison(
     Args:
         names: the implementations, in the order of their columns.
         baseline: the one of them over which the others' speed-up is given.
-        method: notes on how it was measured; the constants of the grid, the spread, what rows have to say and the
-            environment follow by themselves.
+        method: notes on how it was measured; the constants of the grid, the number of passes, the spread, what rows have to
+            say and the environment stand there by themselves.
     """
     rows = list(rows)
     varying = [name for name, value in _LINE_KEYS.items() if name in _ALWAYS or len({value(row) for row in rows}) > 1]
@@ -87,7 +88,7 @@ def comparison(
         line += [_speed_up(by_name.get(name), by_name.get(baseline)) for name in names if name != baseline]
         line += [cell for row in found for cell in _memory(row)]
         cells.append(line)
-    notes = [_constants(rows, varying), *method, _spread(rows), *_messages(rows), *_environments(rows)]
+    notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), *_messages(rows), *_environments(rows)]
     return Table(title, headers, cells, [note for note in notes if note])
 
 
@@ -118,6 +119,18 @@ def _speed_up(row: Row | None, baseline: Row | None) -> str:
 def _constants(rows: Sequence[Row], varying: Sequence[str]) -> str:
     constants = [name for name in ("dtype", "causal", "batch", "heads") if name not in varying]
     return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for row in rows[:1] for name in constants)
+
+
+def _passes(rows: Sequence[Row]) -> str:
+    """How many passes the times come of; a sweep that went on with other numbers has rows of each."""
+    counts = Counter((row.iterations, row.warmup) for row in rows if row.median_ms is not None)
+    texts = [
+        f"{iterations} timed passes after {warmup} of warm-up" if iterations else "an unrecorded number of passes"
+        for iterations, warmup in counts
+    ]
+    if len(counts) > 1:
+        texts = [f"{text} ({count} rows)" for text, count in zip(texts, counts.values(), strict=True)]
+    return f"Times are the median of {', '.join(texts)}." if texts else ""
 
 
 def _spread(rows: Sequence[Row]) -> str:

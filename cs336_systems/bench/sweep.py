@@ -98,7 +98,7 @@ class Sweep:
         environment = Environment.capture(self.device)
         file = RowFile(path, fresh)
         keys = {case: self._key(case, environment) for case in self.cases}
-        todo = [case for case, key in keys.items() if key not in file.rows or not _is_final(file.rows[key])]
+        todo = [case for case, key in keys.items() if not self._is_final(file.rows.get(key))]
         if len(todo) < len(keys):
             kept = f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
             console.print(kept, markup=False, highlight=False, soft_wrap=True)
@@ -125,6 +125,12 @@ class Sweep:
                     raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {path}")
         return [file.rows[key] for key in keys.values()]
 
+    def _is_final(self, row: Row | None) -> bool:
+        """Whether the row need not be measured again; one of fewer passes than are now asked for has to be."""
+        if row is None or row.status not in FINAL_STATUSES:
+            return False
+        return row.iterations is None or row.iterations >= self.budget.iterations
+
     def _key(self, case: Case, environment: Environment) -> Key:
         shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
         return Key(
@@ -139,7 +145,7 @@ class Sweep:
         saved = case.implementation.saved_bytes_per_score(case.shape.dtype)
         return Row(
             **self._key(case, environment)._asdict() | asdict(environment),
-            **asdict(measured.timing) if measured.timing else {},
+            **asdict(measured.timing) | asdict(self.budget) if measured.timing else {},
             tflops=measured.tflops,
             memory_mib=measured.memory_mib,
             predicted_memory_mib=case.shape.bytes_before_backward(saved) / MIB,
@@ -218,10 +224,6 @@ def classify(error: BaseException) -> tuple[Status, str]:
     ):
         status = "oom"
     return status, f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _is_final(row: Row) -> bool:
-    return row.status in FINAL_STATUSES
 
 
 def _first_line(error: BaseException) -> str:
