@@ -23,7 +23,7 @@ class CompileWatch:
     note: str | None = None
 
     def warm(self) -> None:
-        """Call after the first pass; recompilations count from here.
+        """Call after the first forward or backward that is to be timed; recompilations count from here.
 
         Raises:
             NotCompiledError: some of it was not compiled.

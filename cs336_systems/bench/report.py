@@ -69,8 +69,8 @@ def comparison(
     Args:
         names: the implementations, in the order of their columns.
         baseline: the one of them over which the others' speed-up is given.
-        method: notes on how it was measured; the constants of the grid, the number of passes, the spread, what rows have to
-            say and the environment stand there by themselves.
+        method: notes on how it was measured; the constants of the grid, the number of passes, the spread, what
+            rows have to say and the environment stand there by themselves.
     """
     rows = list(rows)
     varying = [name for name, value in _LINE_KEYS.items() if name in _ALWAYS or len({value(row) for row in rows}) > 1]

@@ -177,7 +177,6 @@ class Sweep:
                 checked.add(check)
             with watched(implementation.compiled) as watch:
                 memory_mib = memory_before_backward(implementation.function, shape, self.device) / MIB
-                watch.warm()
                 return {pass_: self._time(implementation, shape, pass_, memory_mib, watch) for pass_ in passes}
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold the row's tensors.
@@ -188,7 +187,7 @@ class Sweep:
     ) -> Measured:
         """How timing one pass ends; what a failure leaves is kept."""
         try:
-            timing = time_pass(implementation.function, shape, pass_, self.device, self.budget)
+            timing = time_pass(implementation.function, shape, pass_, self.device, self.budget, watch.warm)
             watch.check_no_recompile()
         except Exception as error:
             return Measured(*classify(error), memory_mib)
