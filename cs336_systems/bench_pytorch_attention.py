@@ -98,7 +98,7 @@ def main(config: Config) -> None:
     names = [implementation.name for implementation in implementations]
     table = comparison(rows, grid.title, names, baseline="naive", method=method)
     table.print(console)
-    (config.out_dir / "table.md").write_text(table.to_markdown())
+    (config.out_dir / "table.md").write_text(table.to_markdown(), encoding="utf-8")
     console.print(f"Rows and table are in {config.out_dir}.", highlight=False)
 
 

@@ -24,7 +24,7 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     assert first.returncode == 0, first.stderr
     assert "[4/4, 0 s left] naive backward, d 8, length 32, float32" in first.stdout
 
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["n_keys"], row["pass"], row["status"]) for row in rows] == [
         (16, "forward", "ok"),
         (16, "backward", "ok"),
@@ -32,7 +32,7 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
         (32, "backward", "ok"),
     ]
     assert {(row["batch"], row["heads"], row["causal"]) for row in rows} == {(2, 1, True)}
-    table = (tmp_path / "table.md").read_text()
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert table.startswith("# PyTorch attention on a CPU, reduced grid")
     for text in (
         "naive: softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another.",
@@ -46,7 +46,7 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     main(tyro.cli(Config, args=[*TINY, "--out-dir", str(tmp_path)]))
     assert "holds 4 of 4 rows" in capsys.readouterr().out
-    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == table
 
 
 def test_defaults_are_the_course_grid():
@@ -99,6 +99,6 @@ def test_bad_sizes_are_named_before_anything_is_measured(flags, said, tmp_path):
 
 
 def test_a_broken_file_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("not a row\n")
+    (tmp_path / "metrics.jsonl").write_text("not a row\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1"):
         main(tyro.cli(Config, args=[*TINY, "--out-dir", str(tmp_path)]))

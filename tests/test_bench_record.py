@@ -76,7 +76,7 @@ def test_a_row_replaces_the_one_with_its_key(tmp_path):
     for one in (row(status="error", message="first"), row(d=16), row(message="second")):
         file.put(one)
     assert read_rows(path) == [row(d=16), row(message="second")]
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
     assert list(RowFile(path).rows.values()) == read_rows(path)
     assert not RowFile(path, fresh=True).rows
     assert path.read_bytes() == b""
@@ -84,10 +84,12 @@ def test_a_row_replaces_the_one_with_its_key(tmp_path):
 
 def test_the_last_of_two_lines_with_one_key_wins(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(one.to_json() + "\n" for one in (row(message="old"), row(d=16), row(message="new"))))
+    path.write_text(
+        "".join(one.to_json() + "\n" for one in (row(message="old"), row(d=16), row(message="new"))), encoding="utf-8"
+    )
     assert {one.d: one.message for one in read_rows(path)} == {64: "new", 16: None}
     RowFile(path)
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_killed_at_any_byte(tmp_path):
@@ -164,7 +166,7 @@ def test_commit_and_dirty(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "metrics.jsonl").touch()
     assert record._commit() == (commit, False), "results are no change of the code"
-    module.write_text("changed")
+    module.write_text("changed", encoding="utf-8")
     assert record._commit() == (commit, True)
 
     inner = tmp_path / "venv" / "cs336_systems" / "bench" / "record.py"

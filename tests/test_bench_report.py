@@ -113,15 +113,25 @@ def test_console_cuts_no_number_short():
     assert "…" not in out.getvalue()
 
 
+def test_text_files_are_utf_8_on_every_system():
+    """In the encoding that Windows may choose, a file written here could not be read elsewhere."""
+    for path in [*(ROOT / "cs336_systems/bench").glob("*.py"), ROOT / "cs336_systems/bench_pytorch_attention.py"]:
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(getattr(call, "func", None), "attr", getattr(getattr(call, "func", None), "id", ""))
+            if isinstance(call, ast.Call) and name in ("open", "read_text", "write_text"):
+                binary = any(isinstance(a, ast.Constant) and "b" in str(a.value) for a in call.args)
+                assert binary or "encoding" in {k.arg for k in call.keywords}, f"{path.name}, line {call.lineno}"
+
+
 def _imports(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
 def test_a_clean_install_has_all_that_benchmarks_import():
     """Only the standard library, this project, and its runtime dependencies; no pandas, no tabulate."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {
         re.split(r"[=<>; ]", dependency)[0]
         for dependency in project["dependencies"]

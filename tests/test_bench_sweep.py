@@ -151,6 +151,12 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert rows[1].message == "needs a GPU"
 
 
+def test_nothing_is_skipped_where_available_memory_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "available_bytes", lambda: None)
+    (row,) = sweep(example()).run(tmp_path / "metrics.jsonl")
+    assert row.status == "ok"
+
+
 @needs_triton
 def test_a_dtype_that_the_device_lacks_is_unsupported(tmp_path, monkeypatch):
     """On Turing, as in the interpreter, the kernels refuse bfloat16: no error, which would be tried again for ever."""
@@ -193,7 +199,7 @@ def test_resume(tmp_path):
     assert _resume(path) == ([], ["ok", "oom", "ok", "ok"])
     assert path.read_bytes() == before
     assert _resume(path, fresh=True) == ([8, 16, 32, 64], ["ok"] * 4)
-    assert len(path.read_text().splitlines()) == len(read_rows(path)) == 4
+    assert len(path.read_text(encoding="utf-8").splitlines()) == len(read_rows(path)) == 4
 
 
 def test_rows_of_fewer_passes_are_measured_again(tmp_path):
@@ -212,7 +218,7 @@ def test_killed_and_started_again(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"implementation": "pl')
     assert _resume(path) == ([32, 64], ["ok"] * 4)
-    assert [json.loads(line)["n_queries"] for line in path.read_text().splitlines()] == [8, 16, 32, 64]
+    assert [json.loads(line)["n_queries"] for line in path.read_text(encoding="utf-8").splitlines()] == [8, 16, 32, 64]
 
 
 def test_another_gpu_or_precision_is_measured_anew(tmp_path, monkeypatch):

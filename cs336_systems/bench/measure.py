@@ -182,11 +182,15 @@ def release_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def available_bytes() -> int:
-    """Main memory that a program can take now; where the system does not say, all that the machine has."""
+def available_bytes() -> int | None:
+    """Main memory that a program can take now; else all that the machine has; None where the system says neither."""
     try:
-        with open("/proc/meminfo") as lines:
+        with open("/proc/meminfo", encoding="utf-8") as lines:
             fields = dict(line.split(":") for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
+        pass
+    try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no os.sysconf
+        return None

@@ -242,7 +242,7 @@ def _driver() -> str | None:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
@@ -257,6 +257,6 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

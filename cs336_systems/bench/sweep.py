@@ -165,7 +165,8 @@ class Sweep:
         if reason := implementation.unsupported_reason(self.device, shape.dtype, shape.d):
             return dict.fromkeys(passes, Measured("unsupported", reason))
         needed = shape.peak_bytes(implementation.saved_bytes_per_score(shape.dtype))
-        if self.device.type == "cpu" and needed > (available := available_bytes()):
+        available = available_bytes() if self.device.type == "cpu" else None
+        if available is not None and needed > available:
             message = f"needs {_gib(needed)}, available are {_gib(available)}"
             return dict.fromkeys(passes, Measured("skipped", message))
 
