@@ -4,8 +4,9 @@
     uv run cs336_systems/bench_pytorch_attention.py --compile              and torch.compile of it, side by side
     uv run cs336_systems/bench_pytorch_attention.py --lengths 256 512 --head-dims 64 --dtype bfloat16 --no-causal
 
-Started again it goes on where it stopped (--fresh starts over). It leaves metrics.jsonl, one row per implementation,
-shape and pass, and table.md in --out-dir. Without a GPU it measures a reduced grid on the CPU.
+Started again it goes on where it stopped (--fresh starts over). It leaves in --out-dir metrics.jsonl, one row per
+implementation, shape and pass, and table.md of all that this machine has measured there. Without a GPU it measures a
+reduced grid on the CPU.
 """
 
 import sys
@@ -19,7 +20,8 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.measure import MEMORY_METHOD, PREDICTION_METHOD, TIME_METHOD, Budget
-from cs336_systems.bench.report import comparison
+from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.report import comparison, comparisons
 from cs336_systems.bench.sweep import DeviceLostError, Sweep
 from cs336_systems.bench.workload import DTYPES, FLOPS_METHOD, AttentionShape, require_at_least
 
@@ -87,18 +89,22 @@ def main(config: Config) -> None:
         budget=budget,
     )
     console = Console()
-    rows = sweep.run(config.out_dir / "metrics.jsonl", config.fresh, console)
+    path = config.out_dir / "metrics.jsonl"
+    rows = sweep.run(path, config.fresh, console)
+    on_record = [row for row in read_rows(path) if row.gpu == rows[0].gpu]
+    measured = {row.implementation for row in on_record}
     method = (
-        *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
+        *(f"{name}: {ATTENTION[name].description}." for name in ATTENTION if name in measured),
         TIME_METHOD[device.type],
         FLOPS_METHOD,
         MEMORY_METHOD[device.type],
         PREDICTION_METHOD,
     )
     names = [implementation.name for implementation in implementations]
-    table = comparison(rows, grid.title, names, baseline="naive", method=method)
-    table.print(console)
-    (config.out_dir / "table.md").write_text(table.to_markdown(), encoding="utf-8")
+    comparison(rows, grid.title, names, "naive", method).print(console)
+    tables = comparisons(on_record, grid.title, tuple(ATTENTION), "naive", method)
+    text = "\n".join(table.to_markdown() for table in tables)
+    (config.out_dir / "table.md").write_text(text, encoding="utf-8")
     console.print(f"Rows and table are in {config.out_dir}.", highlight=False)
 
 
@@ -107,3 +113,6 @@ if __name__ == "__main__":
         main(tyro.cli(Config, description=__doc__))
     except (ValueError, OSError, DeviceLostError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt as interrupt:
+        print(interrupt, file=sys.stderr)
+        sys.exit(130)  # what a shell gives for a process that Ctrl-C ended

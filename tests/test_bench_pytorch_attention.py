@@ -2,14 +2,19 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 
+from cs336_systems.bench.measure import Timing
+from cs336_systems.bench.record import RowFile
+from cs336_systems.bench.sweep import Measured, Sweep
 from cs336_systems.bench_pytorch_attention import GRIDS, Config, main
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cs336_systems" / "bench_pytorch_attention.py"
@@ -47,6 +52,45 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     main(tyro.cli(Config, args=[*TINY, "--out-dir", str(tmp_path)]))
     assert "holds 4 of 4 rows" in capsys.readouterr().out
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == table
+
+
+def test_nothing_measured_vanishes_from_the_table(tmp_path, monkeypatch):
+    """Neither other sizes, dtypes or implementations of this machine; rows of another GPU are no part of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    first = replace(tyro.cli(Config, args=[*TINY]), out_dir=tmp_path, lengths=(16,))
+    main(first)
+    file = RowFile(tmp_path / "metrics.jsonl")
+    (forward, _) = file.rows.values()
+    file.put(replace(forward, implementation="compiled"))
+    file.put(replace(forward, gpu="another", n_queries=9999, n_keys=9999))
+    main(replace(first, lengths=(24,), dtype="float16"))
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert [line.split(": ")[1] for line in table.splitlines() if line.startswith("# ")] == [
+        "float32, causal, batch 2",
+        "float16, causal, batch 2",
+    ]
+    assert "| 8 | 16 | forward |" in table and "| 8 | 24 | backward |" in table
+    assert "compiled ms" in table and "9999" not in table
+
+
+def test_control_c_leaves_one_line(tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def interrupted_by_the_second(*arguments):
+        measured.append(arguments)
+        if len(measured) > 1:
+            raise KeyboardInterrupt
+        return {pass_: Measured("ok", timing=Timing(1, 1, 1)) for pass_ in ("forward", "backward")}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Sweep, "_measure", interrupted_by_the_second)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *TINY, "--fresh", "--out-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert caught.value.code == 130
+    path = tmp_path / "metrics.jsonl"
+    said = f"interrupted; 2 of 4 rows are in {path}; start again without --fresh to go on\n"
+    assert capsys.readouterr().err == said
 
 
 def test_defaults_are_the_course_grid():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cs336_systems.bench.report import Table, comparison
+from cs336_systems.bench.report import Table, comparison, comparisons
 
 from .bench_examples import row
 
@@ -52,6 +52,16 @@ def test_cells_and_speed_up():
     notes = "\n".join(table.notes)
     assert "naive, oom: CUDA out of memory | 8 GiB (d 128, length 256, pass forward)" in notes
     assert "compiled, skipped: needs 9 GiB" in notes
+
+
+def test_a_table_for_each_setting():
+    """Rows that are measured again move to the end of their file; in a table they stand where they did."""
+    rows = [row(d=128), row(implementation="compiled"), row(n_queries=16, n_keys=16), row(), row(dtype="bfloat16")]
+    rows += [row(dtype="bfloat16", implementation="renamed")]
+    one, other = comparisons(rows, "t", NAMES, baseline="naive")
+    assert (one.title, other.title) == ("t: float32, causal, batch 8", "t: bfloat16, causal, batch 8")
+    assert [line[:2] for line in one.lines] == [["64", "16"], ["64", "256"], ["128", "256"]]
+    assert [name for name in other.headers if name.endswith(" ms")] == ["naive ms", "renamed ms"]
 
 
 def test_one_message_is_said_once():

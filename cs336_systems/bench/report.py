@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from cs336_systems.bench.record import Row
+from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
 
@@ -90,6 +91,26 @@ def comparison(
         cells.append(line)
     notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), *_messages(rows), *_environments(rows)]
     return Table(title, headers, cells, [note for note in notes if note])
+
+
+def comparisons(
+    rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
+) -> list[Table]:
+    """One `comparison` for each dtype, mask and batch among the rows, named in its title; its lines in order of size.
+
+    Args:
+        names: as in `comparison`; columns that a table has no row for are left out, names that are missing come last.
+    """
+    settings: dict[tuple[object, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.d, row.n_queries, row.n_keys, PASSES.index(row.pass_))):
+        settings.setdefault((row.dtype, row.causal, row.batch), []).append(row)
+    tables = []
+    for (dtype, causal, batch), found in settings.items():
+        measured = {row.implementation: None for row in found}
+        columns = [name for name in dict.fromkeys((*names, *measured)) if name in measured]
+        setting = f"{title}: {dtype}, {'causal' if causal else 'not causal'}, batch {batch}"
+        tables.append(comparison(found, setting, columns, baseline, method))
+    return tables
 
 
 def _time(row: Row | None) -> str:

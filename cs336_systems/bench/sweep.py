@@ -34,6 +34,10 @@ class DeviceLostError(RuntimeError):
     """The GPU has failed for good (an illegal access, say): nothing measured after it would mean anything."""
 
 
+class SweepInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a sweep; the message says what is on record by then and how to go on."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One row to be measured."""
@@ -93,11 +97,24 @@ class Sweep:
         Raises:
             RecordError: `path` holds something else.
             DeviceLostError: the GPU failed for good; the row is recorded.
+            SweepInterrupted: Ctrl-C.
         """
-        console = console or Console()
         environment = Environment.capture(self.device)
         file = RowFile(path, fresh)
         keys = {case: self._key(case, environment) for case in self.cases}
+        try:
+            self._measure_missing(file, keys, environment, console or Console())
+        except KeyboardInterrupt as interrupt:
+            held = sum(key in file.rows for key in keys.values())
+            again = f"start again{' without --fresh' if fresh else ''} to go on"
+            raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {path}; {again}") from interrupt
+        return [file.rows[key] for key in keys.values()]
+
+    def _measure_missing(
+        self, file: RowFile, keys: dict[Case, Key], environment: Environment, console: Console
+    ) -> None:
+        """Measure each case whose row in `file` is missing or not final, and put its row there."""
+        path = file.path
         todo = [case for case, key in keys.items() if not self._is_final(file.rows.get(key))]
         if len(todo) < len(keys):
             kept = f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
@@ -123,7 +140,6 @@ class Sweep:
                 progress.advance(task, len(cases))
                 if lost:
                     raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {path}")
-        return [file.rows[key] for key in keys.values()]
 
     def _is_final(self, row: Row | None) -> bool:
         """Whether the row need not be measured again; one of fewer passes than are now asked for has to be."""
