@@ -125,6 +125,19 @@ def test_rewriting_that_dies_leaves_the_old_rows(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         file.put(row())
     assert read_rows(path) == [row(status="error")]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_processes_on_one_file_lose_no_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    mine = RowFile(path)
+    mine.put(row(status="error"))
+    other = RowFile(path)
+    other.put(row(d=16))
+    mine.put(row(d=32))
+    mine.put(row())  # rewrites, for it replaces
+    other.put(row(d=16, message="again"))
+    assert read_rows(path) == [row(d=32), row(), row(d=16, message="again")]
 
 
 def test_environment_on_cpu():

@@ -5,12 +5,13 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+from uuid import uuid4
 
 import torch
 
@@ -150,7 +151,7 @@ class RowFile:
     """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
 
     Opening mends a half-written last line, and keeps the last row where a key occurs twice. `fresh` starts with an
-    empty file.
+    empty file. Two processes may write to one file: each adds its rows to what is there by then.
 
     Raises:
         RecordError: any other line that is no row; the file stays as it is.
@@ -158,22 +159,20 @@ class RowFile:
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.path = path
-        self.rows: dict[Key, Row] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         before = b"" if fresh or not path.exists() else path.read_bytes()
-        for row in _parse(path, before):
-            self.rows.pop(row.key, None)  # so that the last one stands where it was written
-            self.rows[row.key] = row
+        self.rows = _by_key(_parse(path, before))
         if fresh or before != self._content():
             self._rewrite()
 
     def put(self, row: Row) -> None:
         """Add the row, or let it replace the one with the same key; on disk when this returns."""
-        replaces = self.rows.pop(row.key, None) is not None
-        self.rows[row.key] = row
-        if replaces:
+        if row.key in self.rows:
+            on_disk = _parse(self.path, self.path.read_bytes()) if self.path.exists() else ()
+            self.rows = _by_key([*self.rows.values(), *on_disk, row])  # another process may have added rows
             self._rewrite()
             return
+        self.rows[row.key] = row
         with self.path.open("ab") as file:
             file.write(row.to_json().encode() + b"\n")
             file.flush()
@@ -183,9 +182,12 @@ class RowFile:
         return b"".join(row.to_json().encode() + b"\n" for row in self.rows.values())
 
     def _rewrite(self) -> None:
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.write_bytes(self._content())
-        beside.replace(self.path)  # atomic: there is never a moment without the old rows or the new
+        beside = self.path.with_name(f"{self.path.name}.{uuid4().hex}.new")  # no other process's
+        try:
+            beside.write_bytes(self._content())
+            beside.replace(self.path)  # atomic: there is never a moment without the old rows or the new
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -194,7 +196,16 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         RecordError: a line that is no row, but for a half-written last one.
     """
-    return list({row.key: row for row in _parse(path, path.read_bytes())}.values())
+    return list(_by_key(_parse(path, path.read_bytes())).values())
+
+
+def _by_key(rows: Iterable[Row]) -> dict[Key, Row]:
+    """The last row of each key, standing where it was written."""
+    found: dict[Key, Row] = {}
+    for row in rows:
+        found.pop(row.key, None)
+        found[row.key] = row
+    return found
 
 
 def _parse(path: Path, content: bytes) -> Iterator[Row]:
