@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from cs336_systems import flash_triton
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
-from cs336_systems.bench.measure import Budget
+from cs336_systems.bench.measure import Budget, Timing
 from cs336_systems.bench.record import Row, read_rows
-from cs336_systems.bench.sweep import DeviceLostError, classify
+from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, classify
 from cs336_systems.bench.workload import MIB
 from cs336_systems.implementation import Implementation
 from cs336_systems.kernels.tiles import KIB, Gpu
@@ -149,6 +149,11 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert rows[0].message == f"needs {large.peak_bytes(4) / 2**30:.1f} GiB, available are 0.1 GiB"
     assert rows[0].predicted_memory_mib == large.bytes_before_backward(4) / MIB
     assert rows[1].message == "needs a GPU"
+
+    monkeypatch.setattr(sweep_module, "available_bytes", lambda: 2**50)
+    monkeypatch.setattr(Sweep, "_measure", lambda *_: {"forward": Measured("ok", timing=Timing(1, 1, 1))})
+    (again,) = sweep(example(), shapes=(large,)).run(tmp_path / "m.jsonl")
+    assert again.status == "ok", "a skipped row is tried again: memory may be free by now, and it costs nothing"
 
 
 def test_nothing_is_skipped_where_available_memory_is_unknown(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """bench.workload: what the equations say, against numbers worked out by hand."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
+from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.workload import MIB, AttentionShape
 
 from .bench_examples import CPU, shape
@@ -26,6 +28,33 @@ def test_bytes():
     assert replace(COURSE, n_keys=512).scores == 4 * MIB
     # Only what keeps a score matrix needs more of them in its backward.
     assert COURSE.peak_bytes(0) < 32 * MIB < COURSE.peak_bytes(4)
+
+
+def _peak_bytes_allocated(run) -> int:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_peak_is_what_the_allocator_counts(dtype, causal):
+    """Its softmax works in float32 whatever the dtype, so half precision needs hardly less."""
+    naive = ATTENTION["naive"]
+    small = AttentionShape(batch=4, heads=1, n_queries=256, n_keys=256, d=8, dtype=dtype, causal=causal)
+
+    def backward_twice():
+        q, k, v = small.inputs(CPU)
+        dO = small.output_gradient(CPU)
+        o = naive.function(q, k, v, causal)
+        for _ in range(2):
+            torch.autograd.grad(o, (q, k, v), dO, retain_graph=True)
+
+    counted = _peak_bytes_allocated(backward_twice)
+    assert small.peak_bytes(naive.saved_bytes_per_score(dtype)) == pytest.approx(counted, rel=0.03)
 
 
 def test_inputs_are_seeded_leaves():

@@ -25,7 +25,7 @@ from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, n
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction, Implementation
 
-FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom", "skipped", "unsupported"})  # "error" is tried again
+FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom", "unsupported"})  # "error" and "skipped" are tried again
 OUT_OF_MEMORY_TEXTS = ("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 LONGEST_MESSAGE = 300
 

@@ -18,8 +18,9 @@ FLOPS_METHOD = (
     "FLOPs: forward 4·B·H·n_queries·n_keys·d, halved when causal; backward 2.5 times, forward_backward 3.5 times that."
 )
 
-# What dense attention holds beside the saved matrices at the worst moment of its backward: dP, dS and one temporary.
-WORKING_SCORE_MATRICES = 3
+# What dense attention holds beside the saved matrices at the worst moment of its backward, that of the division in
+# cs336_basics.modules.softmax: five matrices the size of S, in float32 also where the inputs are of half precision.
+WORKING_SCORE_MATRICES = 5
 
 
 def require_at_least(least: int, name: str, value: int) -> None:
@@ -99,5 +100,6 @@ class AttentionShape:
 
     def peak_bytes(self, saved_bytes_per_score: int) -> int:
         """Bytes at the worst moment of the backward: the above, dq, dk, dv and dO, and a dense one's temporaries."""
-        working = WORKING_SCORE_MATRICES * self.dtype.itemsize * self.scores if saved_bytes_per_score else 0
+        itemsize = torch.promote_types(self.dtype, torch.float32).itemsize
+        working = WORKING_SCORE_MATRICES * itemsize * self.scores if saved_bytes_per_score else 0
         return self.bytes_before_backward(saved_bytes_per_score) + self.io_bytes + working
