@@ -57,6 +57,12 @@ def test_nan_and_infinity_become_null():
         (row().to_json().replace('"ok"', '"fine"'), "status is 'fine'; allowed: ok, oom"),
         (row().to_json().replace('"forward"', '"sideways"'), "pass is 'sideways'"),
         (row().to_json().replace("2.0", "NaN"), "NaN is not strict JSON"),
+        (row().to_json().replace('"naive"', '["naive"]'), r"implementation is \['naive'\]; allowed: str"),
+        (row().to_json().replace("2.0", '"fast"'), "median_ms is 'fast'; allowed: float, null"),
+        (row().to_json().replace('"batch": 8', '"batch": "1"'), "batch is '1'; allowed: int"),
+        (row().to_json().replace('"batch": 8', '"batch": true'), "batch is True; allowed: int"),
+        (row().to_json().replace('"forward"', '["forward"]'), r"pass is \['forward'\]; allowed: forward, backward"),
+        (row().to_json().replace("2.0", "null"), "status is 'ok', but median_ms is null"),
     ],
 )
 def test_bad_row(line, text):
@@ -114,6 +120,16 @@ def test_another_malformed_line_is_an_error_and_nothing_is_lost(tmp_path, bad):
     for read in (read_rows, RowFile):
         with pytest.raises(RecordError, match=r"metrics.jsonl, line 2 is not a benchmark row"):
             read(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("notes", [b"my notes", b'{"a": ', b"\xff"])
+def test_a_last_line_that_is_no_beginning_of_a_row_is_not_erased(tmp_path, notes):
+    path = tmp_path / "metrics.jsonl"
+    content = row().to_json().encode() + b"\n" + notes
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=r"metrics.jsonl, line 2 is not a benchmark row"):
+        RowFile(path)
     assert path.read_bytes() == content
 
 

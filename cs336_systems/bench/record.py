@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 from uuid import uuid4
 
 import torch
 
-from cs336_systems.bench.workload import PASSES, Pass
+from cs336_systems.bench.workload import Pass
 
 Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
-STATUSES: tuple[Status, ...] = get_args(Status)
+HALF_WRITTEN_ROW = b'{"implementation": '  # how the line begins that a process died in the middle of
 
 
 class RecordError(ValueError):
@@ -129,9 +130,11 @@ class Row:
         missing, unknown = _REQUIRED_KEYS - values.keys(), values.keys() - _REQUIRED_KEYS - _OPTIONAL_KEYS
         if missing or unknown:
             raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
-        for name, allowed in (("pass", PASSES), ("status", STATUSES)):
-            if values[name] not in allowed:
-                raise ValueError(f"{name} is {values[name]!r}; allowed: {', '.join(allowed)}")
+        for key, value in values.items():
+            if not _fits(value, allowed := _FIELD_TYPES[_to_field(key)]):
+                raise ValueError(f"{key} is {value!r}; allowed: {_describe(allowed)}")
+        if values["status"] == "ok" and values["median_ms"] is None:
+            raise ValueError("status is 'ok', but median_ms is null")
         return cls(**{_to_field(key): value for key, value in values.items()})
 
 
@@ -143,6 +146,22 @@ def _to_field(key: str) -> str:
     return "pass_" if key == "pass" else key  # `pass` is a reserved word in Python
 
 
+def _fits(value: object, allowed: Any) -> bool:
+    """Whether a value of JSON is what a field's annotation says: True is no int, but 2 is a float."""
+    if get_origin(allowed) is Literal:
+        return value in get_args(allowed)
+    if isinstance(allowed, UnionType):
+        return any(_fits(value, each) for each in get_args(allowed))
+    return type(value) is allowed or (allowed is float and type(value) is int)
+
+
+def _describe(allowed: Any) -> str:
+    if allowed is NoneType:
+        return "null"
+    return ", ".join(map(_describe, get_args(allowed))) or getattr(allowed, "__name__", str(allowed))
+
+
+_FIELD_TYPES = {field.name: field.type for field in fields(Row)}
 _OPTIONAL_KEYS = {"warmup", "iterations", "variant"}
 _REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - _OPTIONAL_KEYS
 
@@ -216,7 +235,8 @@ def _parse(path: Path, content: bytes) -> Iterator[Row]:
         try:
             yield Row.from_json(line)
         except ValueError as error:
-            if number > len(lines) and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            begun = line.startswith(HALF_WRITTEN_ROW) or HALF_WRITTEN_ROW.startswith(line)
+            if number > len(lines) and begun and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                 return  # the process died while it wrote this one
             raise RecordError(f"{path}, line {number} is not a benchmark row: {error}") from error
 
