@@ -105,7 +105,7 @@ def main(config: Config) -> None:
     tables = comparisons(on_record, grid.title, tuple(ATTENTION), "naive", method)
     text = "\n".join(table.to_markdown() for table in tables)
     (config.out_dir / "table.md").write_text(text, encoding="utf-8")
-    console.print(f"Rows and table are in {config.out_dir}.", highlight=False)
+    console.print(f"Rows and table are in {config.out_dir}.", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
