@@ -45,8 +45,8 @@ def test_cells_and_speed_up():
     assert dict(zip(header, fine, strict=True)) == {
         "d": "64", "length": "256", "pass": "forward", "naive ms": "2.000", "compiled ms": "0.500",
         "naive TFLOP/s": "1.5", "compiled TFLOP/s": "123", "compiled speed-up": "4.00x",
-        "naive measured MiB": "10.0", "naive predicted MiB": "9.5",
-        "compiled measured MiB": "5.0", "compiled predicted MiB": "9.5",
+        "naive MiB before backward": "10.0", "naive predicted MiB": "9.5",
+        "compiled MiB before backward": "5.0", "compiled predicted MiB": "9.5",
     }  # fmt: skip
     assert out[3:8] == ["OOM", "skipped", "-", "-", "-"]
     notes = "\n".join(table.notes)
@@ -118,9 +118,21 @@ def test_console_cuts_no_number_short():
     out = io.StringIO()
     rows = [row(median_ms=12345.678, message="[bold]not markup[/bold]"), row(implementation="compiled", median_ms=1.0)]
     comparison(rows, "title", NAMES, "naive").print(Console(file=out, width=40))
-    for text in ("12345.678", "12345.68x", "predicted", "[bold]not markup[/bold]"):
+    for text in ("12345.678", "12345.68x", "backward", "[bold]not markup[/bold]"):
         assert text in out.getvalue()
     assert "…" not in out.getvalue()
+
+
+def test_console_table_fits_into_eighty_columns():
+    out = io.StringIO()
+    sizes = {"d": 128, "n_queries": 16384, "n_keys": 16384, "pass_": "backward"}
+    rows = [row(implementation=name, median_ms=123.456, memory_mib=16680.6, **sizes) for name in NAMES]
+    table = comparison(rows, "title", NAMES, "naive")
+    Table(table.title, table.headers, table.lines, notes=[]).print(Console(file=out, width=200))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert "16680.6" in out.getvalue() and "123.456" in out.getvalue()
+    assert "TFLOP/s" not in out.getvalue() and "predicted" not in out.getvalue()
+    assert "naive TFLOP/s" in table.to_markdown() and "naive predicted MiB" in table.to_markdown()
 
 
 def test_text_files_are_utf_8_on_every_system():

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,6 +27,7 @@ _LINE_KEYS: dict[str, Callable[[Row], object]] = {
     "pass": lambda row: row.pass_,
     "float32 matmul precision": lambda row: row.float32_precision,
 }
+_NOT_ON_CONSOLE = (" TFLOP/s", " predicted MiB")
 _PRECISIONS = {
     "highest": "highest (no TF32)",
     "high": "high (TF32 used)",
@@ -50,12 +52,13 @@ class Table:
         return "\n".join([f"# {_one_line(self.title)}", "", *head, *body, "", *notes, ""])
 
     def print(self, console: Console) -> None:
-        """The same table on the console."""
-        table = RichTable(title=escape(self.title))
-        for header in self.headers:
+        """The same table on the console, less the columns that follow from others and would make it too wide."""
+        shown = [not header.endswith(_NOT_ON_CONSOLE) for header in self.headers]
+        table = RichTable(title=escape(self.title), show_edge=False)
+        for header in compress(self.headers, shown):
             table.add_column(escape(header).replace(" ", "\n"), justify="right", vertical="bottom")
         for line in self.lines:
-            table.add_row(*map(escape, line))
+            table.add_row(*map(escape, compress(line, shown)))
         table.width = Console(width=10_000).measure(table).maximum  # a line that runs over is better than cut numbers
         console.print(table, crop=False)
         for note in self.notes:
@@ -81,7 +84,7 @@ def comparison(
 
     headers = [*varying, *(f"{name} ms" for name in names), *(f"{name} TFLOP/s" for name in names)]
     headers += [f"{name} speed-up" for name in names if name != baseline]
-    headers += [f"{name} {what} MiB" for name in names for what in ("measured", "predicted")]
+    headers += [f"{name} {what}" for name in names for what in ("MiB before backward", "predicted MiB")]
     cells = []
     for key, by_name in lines.items():
         found = [by_name.get(name) for name in names]
