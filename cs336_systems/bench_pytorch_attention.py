@@ -48,7 +48,9 @@ class Config:
     compile: bool = False
     """Also measure torch.compile of the same attention."""
     batch: int = 8
+    """Batch size; there is one head."""
     head_dims: tuple[int, ...] = (16, 32, 64, 128)
+    """Head dims, each measured at each length."""
     lengths: tuple[int, ...] | None = None
     """Sequence lengths; by default 256 to 16384, on a CPU 256 to 1024."""
     warmup: int | None = None
@@ -56,8 +58,11 @@ class Config:
     iters: int | None = None
     """Timed passes; by default 100, on a CPU 10."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Of q, k, v and o."""
     causal: bool = True
+    """Mask the keys that come after a query."""
     out_dir: Path = Path("runs/pytorch_attention")
+    """Where metrics.jsonl and table.md are written."""
     fresh: bool = False
     """Start over instead of going on with the rows in --out-dir."""
 

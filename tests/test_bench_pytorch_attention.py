@@ -1,11 +1,13 @@
 """bench_pytorch_attention.py as a user runs it: by path, again, and with flags that are wrong."""
 
+import ast
 import json
 import os
 import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,13 @@ def test_defaults_are_the_course_grid():
         (64,),
         (1, 2),
     )
+
+
+def test_each_flag_has_a_text_for_help():
+    (config,) = (c for c in ast.parse(SCRIPT.read_text(encoding="utf-8")).body if getattr(c, "name", "") == "Config")
+    assert isinstance(config, ast.ClassDef)
+    for flag, text in pairwise(config.body):
+        assert not isinstance(flag, ast.AnnAssign) or isinstance(text, ast.Expr), ast.unparse(flag)
 
 
 @pytest.mark.parametrize(

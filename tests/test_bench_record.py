@@ -62,6 +62,7 @@ def test_nan_and_infinity_become_null():
         (row().to_json().replace('"batch": 8', '"batch": "1"'), "batch is '1'; allowed: int"),
         (row().to_json().replace('"batch": 8', '"batch": true'), "batch is True; allowed: int"),
         (row().to_json().replace('"forward"', '["forward"]'), r"pass is \['forward'\]; allowed: forward, backward"),
+        (row(time="noon").to_json(), "isoformat string: 'noon'"),
         (row().to_json().replace("2.0", "null"), "status is 'ok', but median_ms is null"),
     ],
 )

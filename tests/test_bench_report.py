@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cs336_systems.bench.record import read_rows
 from cs336_systems.bench.report import Table, comparison, comparisons
 
 from .bench_examples import row
@@ -72,13 +73,14 @@ def test_one_message_is_said_once():
 
 
 def test_notes_state_method_constants_spread_and_environment():
-    rows = [row(), row(d=128, commit="def456", dirty=True, float32_precision="high", p20_ms=1.0, p80_ms=2.0)]
+    rows = [row(p80_ms=2.1), row(d=128, commit="def456", dirty=True, float32_precision="high", p20_ms=1.0, p80_ms=2.0)]
     table = comparison(rows, "t", NAMES, "naive", method=("FLOPs: forward 4·B·H·n²·d",))
     notes = table.to_markdown().split("\n\n")[-1]
     for text in (
         "- FLOPs: forward 4·B·H·n²·d",
         "dtype float32, causal yes, batch 8, heads 1",
-        "50.0 % for the worst",
+        "50.0 % for the worst, above 15 % for 1 of 2 rows",
+        "up to about 1024 are bound by the host",
         "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123",
         "float32 matmul precision highest (no TF32)",
         "commit def456 with local changes, float32 matmul precision high (TF32 used)",
@@ -98,6 +100,26 @@ def test_note_counts_the_passes_found_in_the_rows():
         ([few, old], "an unrecorded number of passes (1 rows)"),
     ):
         assert text in "\n".join(comparison(rows, "t", NAMES, "naive").notes)
+
+
+def test_note_says_which_lines_compare_different_runs():
+    """In one run nothing but the other pass is measured between two implementations of a line."""
+
+    def note(*measured):
+        rows = [
+            row(implementation=name, n_queries=n, n_keys=n, pass_=pass_, time=f"2026-01-01T{clock}+00:00")
+            for name, n, clock in measured
+            for pass_ in ("forward", "backward")
+        ]
+        return "\n".join(text for text in comparison(rows, "t", NAMES, "naive").notes if "different runs" in text)
+
+    naive, later = ("naive", 16, "10:00:00"), ("naive", 32, "10:00:20")
+    assert note(naive, ("compiled", 16, "10:00:10"), later, ("compiled", 32, "10:00:30")) == ""
+    assert note(naive, later, ("compiled", 32, "10:00:30"), ("compiled", 16, "10:00:40")).startswith("2 of 4 lines")
+    assert note(naive, ("compiled", 16, "12:00:00")).startswith("2 of 2 lines")
+    assert note(naive, later) == ""
+    on_record = read_rows(ROOT / "runs/h200/pytorch_attention/metrics.jsonl")
+    assert "different runs" not in comparison(on_record, "t", NAMES, "naive").to_markdown()
 
 
 def test_what_varies_becomes_a_column():

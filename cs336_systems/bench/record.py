@@ -135,6 +135,7 @@ class Row:
                 raise ValueError(f"{key} is {value!r}; allowed: {_describe(allowed)}")
         if values["status"] == "ok" and values["median_ms"] is None:
             raise ValueError("status is 'ok', but median_ms is null")
+        datetime.fromisoformat(values["time"])
         return cls(**{_to_field(key): value for key, value in values.items()})
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import compress
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from cs336_systems.bench.record import Row
 from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
+WIDE_SPREAD = 15  # percent
+LONGEST_ROW_S = 600  # a row that is compiled and timed takes less
 
 # What tells one line of a table from another. The first three are always columns, the others where they vary;
 # what does not vary is said under the table.
@@ -92,7 +95,8 @@ def comparison(
         line += [_speed_up(by_name.get(name), by_name.get(baseline)) for name in names if name != baseline]
         line += [cell for row in found for cell in _memory(row)]
         cells.append(line)
-    notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), *_messages(rows), *_environments(rows)]
+    notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), _apart(rows)]
+    notes += [*_messages(rows), *_environments(rows)]
     return Table(title, headers, cells, [note for note in notes if note])
 
 
@@ -166,11 +170,44 @@ def _spread(rows: Sequence[Row]) -> str:
     )
     if not spreads:
         return ""
-    middle = spreads[len(spreads) // 2]
-    return (
+    middle, wide = spreads[len(spreads) // 2], sum(spread > WIDE_SPREAD for spread in spreads)
+    text = (
         "Spread, from the 20th to the 80th percentile of a row's passes, over the median: "
-        f"{middle:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst; each row has its own in the JSONL."
+        f"{middle:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst, above {WIDE_SPREAD} % "
+        f"for {wide} of {len(spreads)} rows; each row has its own in the JSONL."
     )
+    if wide and rows[0].driver:  # on a GPU
+        text += (
+            " Those of a length up to about 1024 are bound by the host, which launches kernels slower than they run."
+        )
+    return text
+
+
+def _apart(rows: Sequence[Row]) -> str:
+    """Whether implementations on one line were measured in different runs.
+
+    A run measures them one right after the other: where another size was measured between them, or they lie longer
+    apart than any row takes, they are of two runs.
+    """
+    lines: dict[tuple[object, ...], list[float]] = {}  # size and pass -> when its rows were measured
+    for row in rows:
+        lines.setdefault((_size(row), row.pass_), []).append(_seconds(row))
+    apart = sum(
+        max(times) - min(times) > LONGEST_ROW_S
+        or any(min(times) < _seconds(row) < max(times) and _size(row) != size for row in rows)
+        for (size, _), times in lines.items()
+    )
+    if not apart:
+        return ""
+    return f"{apart} of {len(lines)} lines compare rows of different runs: clocks and load may have differed."
+
+
+def _size(row: Row) -> tuple[object, ...]:
+    return tuple(value(row) for name, value in _LINE_KEYS.items() if name != "pass")
+
+
+def _seconds(row: Row) -> float:
+    return datetime.fromisoformat(row.time).timestamp()
 
 
 def _messages(rows: Sequence[Row]) -> list[str]:
