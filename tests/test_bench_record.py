@@ -38,7 +38,7 @@ def test_older_rows_do_not_say_how_many_passes():
 
 
 def test_rows_on_record_stay_readable():
-    assert len(read_rows(Path(__file__).parents[1] / "runs/h200/pytorch_attention/metrics.jsonl")) == 80
+    assert read_rows(Path(__file__).parents[1] / "runs/h200/pytorch_attention/metrics.jsonl")
 
 
 def test_nan_and_infinity_become_null():
