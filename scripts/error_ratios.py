@@ -1,0 +1,38 @@
+"""The largest errors seen in the property tests on a GPU, as a Markdown table.
+
+uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [runs/error_ratios.jsonl]
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+TENSORS = ("o", "L", "dq", "dk", "dv")
+
+
+def main(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["implementation"], row["dtype"]].append(row)
+
+    print(f"| implementation | dtype | cases | {' | '.join(TENSORS)} |")
+    print(f"| --- | --- | ---: |{' --- |' * len(TENSORS)}")
+    for (implementation, dtype), group in sorted(groups.items()):
+        worst = [
+            f"{largest(group, 'share_of_budget', name):.2f} ({largest(group, 'times_dense', name):.2f})"
+            for name in TENSORS
+        ]
+        print(f"| {implementation} | {dtype} | {len(group)} | {' | '.join(worst)} |")
+    print("\nLargest error as a share of its budget, and in brackets as a multiple of dense attention's own error.")
+    for gpu, commit, torch, triton in sorted({(r["gpu"], r["commit"], r["torch"], r["triton"]) for r in rows}):
+        print(f"Measured on {gpu}, torch {torch}, triton {triton}, commit {commit}.")
+
+
+def largest(rows: list[dict], ratio: str, tensor: str) -> float:
+    return max((row[ratio][tensor] for row in rows if row[ratio][tensor] is not None), default=0.0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/error_ratios.jsonl"))

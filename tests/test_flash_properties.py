@@ -1,0 +1,100 @@
+"""Shapes, layouts, scales and masks drawn at random: every result within the error budget, whatever came together.
+
+On a GPU each case also leaves a line in runs/error_ratios.jsonl, from which scripts/error_ratios.py makes a table.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.bench.record import Environment
+
+from .layouts import LAYOUTS, contiguous
+from .machine import DEVICE, INTERPRETED, INTERPRETER_BFLOAT16, NATIVE, flash_function, skip_if, triton_missing_reason
+from .reference import (
+    TENSORS,
+    Case,
+    Inputs,
+    assert_within_budget,
+    dense_attention,
+    dense_errors,
+    error_budgets,
+    largest_error,
+    run_attention,
+)
+
+# Twelve sets of parameters: on a GPU 504 cases. Each head dim is compiled anew, so only a few stand for their kind.
+EXAMPLES = 42 if NATIVE else 8
+LONGEST = 700 if NATIVE else 90
+HEAD_DIMS = {"d1-24": [1, 3, 16, 24], "d32-64": [32, 40, 64], "d80-128": [80, 96, 128], "d160-256": [160, 255, 256]}
+RATIOS = Path("runs/error_ratios.jsonl")
+
+sizes = st.integers(1, 3)
+lengths = st.one_of(st.integers(1, LONGEST), st.sampled_from([1, 2, 16, 32, 64, 65]))
+layouts = st.sampled_from([contiguous, *LAYOUTS])
+
+
+@st.composite
+def problems(draw, head_dims: list[int], dtype: torch.dtype) -> tuple[Case, Inputs, bool]:
+    """A case, its inputs with each tensor in a layout of its own, and whether the mask is causal."""
+    leading = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
+    leading = leading if len(leading) > 1 else (1, *leading)
+    case = Case(leading, draw(lengths), draw(lengths), draw(st.sampled_from(head_dims)))
+    q, k, v, dO = case.draw(dtype, DEVICE, seed=draw(st.integers(0, 2**16)))
+    sharpness, shift = draw(st.sampled_from([0.1, 1.0, 3.0])), draw(st.sampled_from([0.0, 1.0]))
+    values = (q * sharpness, k * sharpness + shift, v + shift, dO)
+    return case, Inputs(*(draw(layouts)(x) for x in values)), draw(st.booleans())
+
+
+def record(flash: str, case: Case, is_causal: bool, inputs: Inputs, result) -> None:
+    """Leave the error of each tensor, as a share of its budget and as a multiple of dense attention's error."""
+    dtype = inputs.q.dtype
+    exact, budgets = dense_attention(inputs, is_causal), error_budgets(inputs, is_causal, dtype)
+    dense = dense_errors(inputs, is_causal, dtype)
+    errors = {name: largest_error(getattr(result, name), getattr(exact, name)) for name in TENSORS}
+    row = {
+        "implementation": f"flash_{flash}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "case": str(case),
+        "causal": is_causal,
+        "share_of_budget": {name: errors[name] / budgets[name] if budgets[name] else None for name in TENSORS},
+        "times_dense": {name: errors[name] / dense[name] if dense[name] else None for name in TENSORS},
+        **asdict(Environment.capture(DEVICE)),
+    }
+    RATIOS.parent.mkdir(exist_ok=True)
+    with RATIOS.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS.values(), ids=HEAD_DIMS.keys())
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
+@pytest.mark.parametrize("flash", ["pytorch", "triton"])
+def test_any_problem(flash, dtype, head_dims):
+    """Nothing that the other tests hold fixed, each by itself, matters in combination."""
+    if flash == "triton":
+        skip_if(triton_missing_reason())
+        skip_if(INTERPRETER_BFLOAT16 if INTERPRETED and dtype == torch.bfloat16 else None)
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(problems(head_dims, dtype))
+    def check(problem):
+        case, inputs, is_causal = problem
+        result = run_attention(flash_function(flash), inputs, is_causal)
+        if NATIVE:
+            record(flash, case, is_causal, inputs, result)
+        assert_within_budget(result, inputs, is_causal)
+
+    check()
