@@ -138,3 +138,18 @@ def test_offsets_past_32_bits(flash, case, dim, step):
         pytest.skip("needs 6 GiB of free GPU memory")
     compact = case.draw(torch.float16, DEVICE)
     assert_within_budget(run_attention(flash_function(flash), far_apart(compact, dim, step), True), compact, True)
+
+
+@needs_gpu
+def test_more_than_two_to_the_31_elements():
+    """4,160 heads of 8192 x 64 are 2.2e9 elements: the last head is what it is alone, forward and backward."""
+    case = Case((65, 64), 8192, 8192, 64)
+    needed = 10 * 65 * 64 * 8192 * 64 * 2
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+    shape = (*case.leading, case.n_queries, case.d)
+    inputs = Inputs(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)))
+    everything = run_attention(flash_function("triton"), inputs, True)
+    alone = run_attention(flash_function("triton"), Inputs(*(x[-1, -1].clone() for x in inputs)), True)
+    for name in ("o", "L", "dq", "dk", "dv"):
+        assert torch.equal(getattr(everything, name)[-1, -1], getattr(alone, name)), name
