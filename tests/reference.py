@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 TENSORS = ("o", "L", "dq", "dk", "dv")
-SMALL_SCORE_MATRIX = 2**16
-NEIGHBOURS = 3
+NEIGHBOURS = {2**10: 15, 2**16: 3}  # at most so many scores a head: how many neighbours
 
 
 class Inputs(NamedTuple):
@@ -142,16 +141,16 @@ def uncancelled_magnitude(inputs: Inputs) -> float:
 
 
 def neighbours(inputs: Inputs) -> list[Inputs]:
-    """The inputs, and where they are small a few others within 3 percent of them, entry by entry.
+    """The inputs and, the fewer their scores the more, others within 3 percent of them, entry by entry.
 
     The largest of a handful of rounding errors is a matter of luck; that of several such handfuls is less of one.
     """
-    if inputs.q.shape[-2] * inputs.k.shape[-2] > SMALL_SCORE_MATRIX:
-        return [inputs]
+    scores = inputs.q.shape[-2] * inputs.k.shape[-2]
+    count = next((count for most_scores, count in NEIGHBOURS.items() if scores <= most_scores), 0)
     generator = torch.Generator().manual_seed(0)
     jitters = [
         [1 + 0.03 * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1) for x in inputs]
-        for _ in range(NEIGHBOURS)
+        for _ in range(count)
     ]
     return [inputs] + [
         Inputs(*((x.detach() * factor.to(x.device)).to(x.dtype) for x, factor in zip(inputs, jitter, strict=True)))
