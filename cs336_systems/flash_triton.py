@@ -127,8 +127,8 @@ def _with_dense_rows(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
 def _input_precision(x: Tensor) -> str:
     """How `tl.dot` multiplies float32: by one TF32 product only where the user asked PyTorch for TF32.
 
-    Otherwise, at "highest" precision, by three TF32 products of split operands, which keep float32's error budget and are
-    two to four times as fast as float32 arithmetic; that itself is left to GPUs without TF32.
+    Otherwise, at "highest" precision, by three TF32 products of split operands, which keep float32's error budget and
+    are two to four times as fast as float32 arithmetic; that itself is left to GPUs without TF32.
     """
     if x.dtype != torch.float32 or is_interpreted() or not _gpu(x.device).has_tensor_cores:
         return "ieee"
