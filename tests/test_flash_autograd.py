@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
+from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
 
 from .machine import (
@@ -17,9 +19,12 @@ from .machine import (
     NATIVE,
     both_causal,
     both_flash,
+    compile_missing_reason,
     flash_function,
     needs_gpu,
     needs_triton,
+    skip_if,
+    triton_missing_reason,
 )
 from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, run_attention, saved_log_sum_exps
 
@@ -377,3 +382,53 @@ def test_tensors_on_another_gpu(flash):
     assert result.o.device == other
     assert_within_budget(result, inputs, True)
     assert torch.cuda.current_device() == 0
+
+
+# The same of all three Functions, the step before the Triton backward among them.
+
+FUNCTIONS = {
+    "pytorch": lambda: flash_function("pytorch"),
+    "triton": lambda: flash_function("triton"),
+    "dense_backward": lambda: FlashAttention2TritonDenseBackward.apply,
+}
+
+
+@pytest.fixture(params=FUNCTIONS)
+def attention(request):
+    """The `.apply` of each Function that can run here."""
+    if request.param != "pytorch":
+        skip_if(triton_missing_reason())
+    if request.param == "dense_backward":
+        skip_if(compile_missing_reason())
+    return FUNCTIONS[request.param]()
+
+
+def test_checkpointing(attention):
+    """Saved tensors are recomputed, and may be unpacked once only."""
+    inputs = Case((2,), 17, 17, 16).draw(torch.float32, DEVICE)
+    expected = run_attention(attention, inputs, True)
+    result = run_attention(lambda *args: checkpoint(attention, *args, use_reentrant=False), inputs, True)
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=0, atol=0)
+
+
+def test_backward_under_autocast(attention):
+    """Autocast around the backward alone does not take its matmuls out of the inputs' dtype."""
+    q, k, v, dO = Case((2,), 17, 17, 16).draw(torch.float32, DEVICE)
+    leaves_ = [x.requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(attention(*leaves_, True), leaves_, dO)
+    o = attention(*leaves_, True)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        gradients = torch.autograd.grad(o, leaves_, dO)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leading", [(2,), (2, 3)], ids=str)
+def test_output_changed_in_place_is_noticed(attention, leading):
+    """o is kept for the backward: changing it is allowed, and said when the backward finds it changed."""
+    q, k, v, _ = Case(leading, 5, 5, 16).draw(torch.float32, DEVICE)
+    o = attention(q.requires_grad_(), k, v, True)
+    changed = o.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed.sum().backward()

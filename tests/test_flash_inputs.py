@@ -60,6 +60,7 @@ BAD_INPUTS = {
     "booleans": (zeros(2, 9, 8).bool(), K.bool(), V.bool(), ["bool"]),
     "complex": (zeros(2, 9, 8).to(COMPLEX), K.to(COMPLEX), V.to(COMPLEX), ["complex64"]),
     "a-list": ([[0.0, 1.0]], K, V, ["list"]),
+    "sparse": (zeros(2, 9, 8).to_sparse(), K, V, ["q", "sparse"]),
 }
 
 
@@ -202,3 +203,21 @@ def test_suite_asks_for_the_interpreter_by_itself(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     importlib.reload(tests)
     assert os.environ["TRITON_INTERPRET"] == "0"
+
+
+@pytest.mark.parametrize("flag", ["no", 1, None, torch.tensor(True)], ids=["text", "number", "none", "tensor"])
+@both_flash
+def test_is_causal_is_a_bool(flash, flag):
+    """A mask passed in the place of is_causal is a likely mistake, and neither true nor false."""
+    with pytest.raises(TypeError, match="is_causal must be True or False"):
+        flash_function(flash)(zeros(2, 9, 8), K, V, flag)
+
+
+@both_flash
+def test_meta_tensors(flash):
+    """Shapes can be worked out without data, gradients included; the meta device has no autocast to switch off."""
+    q, k, v = (torch.empty(2, n, 8, device=META, requires_grad=True) for n in (9, 11, 11))
+    o = flash_function(flash)(q, k, v, True)
+    o.sum().backward()
+    assert o.shape == q.shape
+    assert q.grad is not None and q.grad.shape == q.shape

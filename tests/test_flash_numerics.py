@@ -348,3 +348,18 @@ def test_scores_of_minus_infinity_at_the_start(flash, is_causal):
     if not is_causal:
         exact = dense_attention(Inputs(q.abs() * 1e15, k, v, torch.zeros_like(q)), False)
         torch.testing.assert_close(o.double(), exact.o, rtol=0, atol=1e-5)
+
+
+@both_flash
+def test_keys_of_minus_infinity_at_the_end(flash):
+    """Padding by keys of -inf: they have no weight and no gradient, also beside queries past a ragged edge, whose zeros
+    times -inf are NaN.
+    """
+    q, k, v, dO = Case((1,), 100, 150, 16).draw(torch.float32, DEVICE)
+    q[..., 0] = 1
+    k[:, -20:, 0] = float("-inf")
+    result = run_attention(flash_function(flash), Inputs(q, k, v, dO), False)
+    assert result.dk is not None and result.dv is not None
+    assert not result.dk[:, -20:].any() and not result.dv[:, -20:].any()
+    without = dense_attention(Inputs(q, k[:, :-20], v[:, :-20], dO), False)
+    torch.testing.assert_close(result.o.double(), without.o, rtol=0, atol=1e-5)

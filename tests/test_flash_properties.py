@@ -5,6 +5,7 @@ On a GPU each case also leaves a line in runs/error_ratios.jsonl, from which scr
 
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ from .reference import (
     run_attention,
 )
 
-# Twelve sets of parameters: on a GPU 504 cases. Each head dim is compiled anew, so only a few stand for their kind.
+# Twelve sets of parameters for each Function: on a GPU 504 cases. Each head dim is compiled anew, so only a few stand
+# for their kind.
 EXAMPLES = 42 if NATIVE else 8
 LONGEST = 700 if NATIVE else 90
 HEAD_DIMS = {"d1-24": [1, 3, 16, 24], "d32-64": [32, 40, 64], "d80-128": [80, 96, 128], "d160-256": [160, 255, 256]}
@@ -43,12 +45,17 @@ layouts = st.sampled_from([contiguous, *LAYOUTS])
 def problems(draw, head_dims: list[int], dtype: torch.dtype) -> tuple[Case, Inputs, bool]:
     """A case, its inputs with each tensor in a layout of its own, and whether the mask is causal."""
     leading = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
-    leading = leading if len(leading) > 1 else (1, *leading)
     case = Case(leading, draw(lengths), draw(lengths), draw(st.sampled_from(head_dims)))
     q, k, v, dO = case.draw(dtype, DEVICE, seed=draw(st.integers(0, 2**16)))
     sharpness, shift = draw(st.sampled_from([0.1, 1.0, 3.0])), draw(st.sampled_from([0.0, 1.0]))
     values = (q * sharpness, k * sharpness + shift, v + shift, dO)
     return case, Inputs(*(draw(layouts)(x) for x in values)), draw(st.booleans())
+
+
+@cache
+def environment() -> dict[str, object]:
+    """Where this process runs: asked once, for it takes git and the driver's tool."""
+    return asdict(Environment.capture(DEVICE))
 
 
 def record(flash: str, case: Case, is_causal: bool, inputs: Inputs, result) -> None:
@@ -64,7 +71,7 @@ def record(flash: str, case: Case, is_causal: bool, inputs: Inputs, result) -> N
         "causal": is_causal,
         "share_of_budget": {name: errors[name] / budgets[name] if budgets[name] else None for name in TENSORS},
         "times_dense": {name: errors[name] / dense[name] if dense[name] else None for name in TENSORS},
-        **asdict(Environment.capture(DEVICE)),
+        **environment(),
     }
     RATIOS.parent.mkdir(exist_ok=True)
     with RATIOS.open("a", encoding="utf-8") as lines:
