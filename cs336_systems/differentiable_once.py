@@ -15,6 +15,9 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     It raises at once, not when that graph is used. PyTorch's own `once_differentiable` waits, and sees only a second
     derivative that passes through dO; but the gradients depend on q, k and v as well, and a gradient penalty would
     silently lose that part.
+
+    One thing gets past it: torch.compile(backend="eager"), a debugging aid, drops second derivatives of every
+    autograd.Function by itself. Its other backends raise.
     """
 
     @wraps(backward)
