@@ -127,12 +127,13 @@ def _with_dense_rows(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
 def _input_precision(x: Tensor) -> str:
     """How `tl.dot` multiplies float32: by one TF32 product only where the user asked PyTorch for TF32.
 
-    Otherwise, at "highest" precision, by three TF32 products of split operands, which keep float32's error budget and
-    are two to four times as fast as float32 arithmetic; that itself is left to GPUs without TF32.
+    Otherwise, at "highest" precision, operands are split into three bfloat16 parts, 24 bits in all, and the six
+    products of parts that reach float32's last place are summed: two to four times as fast as float32 arithmetic, which
+    is left to GPUs without tensor cores. (Three TF32 products cost as much and lose two bits.)
     """
     if x.dtype != torch.float32 or is_interpreted() or not _gpu(x.device).has_tensor_cores:
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, *tensors, **arguments) -> None:

@@ -43,11 +43,14 @@ def flash_backward_delta_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
     L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, Q_TILE_SIZE, CHECK=True)
+    L_base = to_base(L_i, BASE_2)
+    if BASE_2:
+        # From 2^25 on float32 resolves L and S to 4 at best: exp2(S - L) must not come out as inf.
+        L_base = tl.where(tl.abs(L_base) < 2.0**25, L_base, L_base + tl.abs(L_base) * 2.0**-21)
 
     delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
-    L_base = per_query(L_base_ptr, batch, head, n_heads, n_queries)
     store_per_query(delta, i, n_queries, delta_i, Q_TILE_SIZE)
-    store_per_query(L_base, i, n_queries, to_base(L_i, BASE_2), Q_TILE_SIZE)
+    store_per_query(per_query(L_base_ptr, batch, head, n_heads, n_queries), i, n_queries, L_base, Q_TILE_SIZE)
 
 
 @triton.jit

@@ -1,0 +1,42 @@
+"""Forward and backward over ragged shapes, masks, head dims and layouts: what scripts/sanitize.sh watches.
+
+uv run scripts/ragged_launches.py
+"""
+
+import torch
+
+from cs336_systems.flash_triton import FlashAttention2Triton
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+
+# (leading dimensions, n_queries, n_keys, d), dtype, causal: last tiles of one row and of all but one, either side
+# longer, head dims that fill a tile's width and that do not, no keys at all.
+PROBLEMS = [
+    (((2, 3), 65, 65, 64), BFLOAT16, True),
+    (((1, 2), 129, 31, 16), FLOAT16, False),
+    (((2,), 33, 200, 80), BFLOAT16, False),
+    (((1, 3), 191, 191, 128), FLOAT16, True),
+    (((), 17, 70, 3), FLOAT32, True),
+    (((2,), 100, 65, 64), FLOAT32, False),
+    (((2,), 40, 40, 256), BFLOAT16, True),
+    (((2,), 5, 0, 32), FLOAT32, False),
+]
+
+
+def main() -> None:
+    for (leading, n_queries, n_keys, d), dtype, is_causal in PROBLEMS:
+        shapes = [(*leading, n, d) for n in (n_queries, n_keys, n_keys, n_queries)]
+        contiguous = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+        # Tiles of contiguous tensors come by descriptor, where the tables say so; columns of a wider tensor by pointer.
+        columns = [torch.nn.functional.pad(x, (0, 1))[..., :d] for x in contiguous]
+        for q, k, v, dO in (contiguous, columns):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            o = FlashAttention2Triton.apply(*leaves, is_causal)
+            gradients = torch.autograd.grad(o, leaves, dO)
+            assert all(x.isfinite().all() for x in (o, *gradients))
+    torch.cuda.synchronize()
+    print(f"{2 * len(PROBLEMS)} calls, forward and backward, on {torch.cuda.get_device_name()}")
+
+
+if __name__ == "__main__":
+    main()
