@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from cs336_systems.bench.record import Environment
@@ -29,9 +29,9 @@ from .reference import (
     run_attention,
 )
 
-# Twelve sets of parameters for each Function: on a GPU 504 cases. Each head dim is compiled anew, so only a few stand
-# for their kind.
-EXAMPLES = 42 if NATIVE else 8
+# On a GPU 12 sets of parameters x 6 seeds x 7 = 504 cases of the kernels. Most cases are compiled anew, which takes
+# seconds: seeds are tests of their own so that processes can share them, and only a few head dims stand for their kind.
+EXAMPLES, SEEDS = (7, range(6)) if NATIVE else (8, range(1))
 LONGEST = 700 if NATIVE else 90
 HEAD_DIMS = {"d1-24": [1, 3, 16, 24], "d32-64": [32, 40, 64], "d80-128": [80, 96, 128], "d160-256": [160, 255, 256]}
 RATIOS = Path("runs/error_ratios.jsonl")
@@ -42,11 +42,11 @@ layouts = st.sampled_from([contiguous, *LAYOUTS])
 
 
 @st.composite
-def problems(draw, head_dims: list[int], dtype: torch.dtype) -> tuple[Case, Inputs, bool]:
+def problems(draw, head_dims: list[int], dtype: torch.dtype, device: torch.device) -> tuple[Case, Inputs, bool]:
     """A case, its inputs with each tensor in a layout of its own, and whether the mask is causal."""
     leading = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     case = Case(leading, draw(lengths), draw(lengths), draw(st.sampled_from(head_dims)))
-    q, k, v, dO = case.draw(dtype, DEVICE, seed=draw(st.integers(0, 2**16)))
+    q, k, v, dO = case.draw(dtype, device, seed=draw(st.integers(0, 2**16)))
     sharpness, shift = draw(st.sampled_from([0.1, 1.0, 3.0])), draw(st.sampled_from([0.0, 1.0]))
     values = (q * sharpness, k * sharpness + shift, v + shift, dO)
     return case, Inputs(*(draw(layouts)(x) for x in values)), draw(st.booleans())
@@ -58,14 +58,14 @@ def environment() -> dict[str, object]:
     return asdict(Environment.capture(DEVICE))
 
 
-def record(flash: str, case: Case, is_causal: bool, inputs: Inputs, result) -> None:
+def record(case: Case, is_causal: bool, inputs: Inputs, result) -> None:
     """Leave the error of each tensor, as a share of its budget and as a multiple of dense attention's error."""
     dtype = inputs.q.dtype
     exact, budgets = dense_attention(inputs, is_causal), error_budgets(inputs, is_causal, dtype)
     dense = dense_errors(inputs, is_causal, dtype)
     errors = {name: largest_error(getattr(result, name), getattr(exact, name)) for name in TENSORS}
     row = {
-        "implementation": f"flash_{flash}",
+        "implementation": "flash_triton",
         "dtype": str(dtype).removeprefix("torch."),
         "case": str(case),
         "causal": is_causal,
@@ -82,28 +82,34 @@ def record(flash: str, case: Case, is_causal: bool, inputs: Inputs, result) -> N
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
 )
+@pytest.mark.parametrize("draws", SEEDS)
 @pytest.mark.parametrize("flash", ["pytorch", "triton"])
-def test_any_problem(flash, dtype, head_dims):
-    """Nothing that the other tests hold fixed, each by itself, matters in combination."""
+def test_any_problem(flash, draws, dtype, head_dims):
+    """Nothing that the other tests hold fixed, each by itself, matters in combination.
+
+    The version in plain PyTorch is held to dense attention on the CPU: on a GPU the two would call different matmuls
+    of cuBLAS, with errors of their own.
+    """
+    device = DEVICE if flash == "triton" else torch.device("cpu")
     if flash == "triton":
         skip_if(triton_missing_reason())
         skip_if(INTERPRETER_BFLOAT16 if INTERPRETED and dtype == torch.bfloat16 else None)
 
+    @seed(draws)
     @settings(
         max_examples=EXAMPLES,
-        derandomize=True,
         deadline=None,
         database=None,
         # Shrinking a failure compiles kernels for each attempt: on a GPU it takes many minutes.
         phases=[Phase.generate] if NATIVE else [Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow],
     )
-    @given(problems(head_dims, dtype))
+    @given(problems(head_dims, dtype, device))
     def check(problem):
         case, inputs, is_causal = problem
         result = run_attention(flash_function(flash), inputs, is_causal)
-        if NATIVE:
-            record(flash, case, is_causal, inputs, result)
+        if device.type == "cuda":
+            record(case, is_causal, inputs, result)
         assert_within_budget(result, inputs, is_causal)
 
     check()
