@@ -275,7 +275,9 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
-    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises.
+    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises. Gradients lose accuracy as
+    L grows, by the rounding of a float32: scores of 1e4 cost 1e-3 of P. In 16 bits scores end at 1e9, beyond which o
+    may be NaN.
 
     Raises:
         TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `tiles_for` say.
