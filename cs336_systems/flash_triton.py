@@ -5,6 +5,8 @@ kernel. The custom ops are opaque to torch.compile, so a compiled model keeps th
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +50,20 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
+_forced: Tiles | None = None
+
+
+@contextmanager
+def forced_tiles(tiles: Tiles) -> Iterator[None]:
+    """Launch all kernels of this process with `tiles`, whatever the tables say: for tests, tuning and benchmarks."""
+    global _forced
+    before, _forced = _forced, tiles
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def tiles_for(x: Tensor) -> Tiles:
     """The tiles for tensors like x, once it is sure that the kernels can run on its device.
 
@@ -67,13 +83,14 @@ def tiles_for(x: Tensor) -> Tiles:
                 f"got {x.dtype} in Triton's interpreter, whose matmul is wrong in that dtype; allowed there: "
                 "torch.float16, torch.float32"
             )
-        return INTERPRETER
+        return _forced or INTERPRETER
     if not x.is_cuda:
         raise ValueError(
             f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
             "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
         )
-    return pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
+    picked = pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
+    return _forced or picked
 
 
 def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
@@ -174,6 +191,7 @@ def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> di
         "IS_CAUSAL": is_causal,
         "INPUT_PRECISION": _input_precision(q),
         "HEAD_GROUP": tile.head_group,
+        "SKIP_MASKED": tile.skip_masked,
     }
 
 
@@ -275,9 +293,10 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
-    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises. Gradients lose accuracy as
-    L grows, by the rounding of a float32: scores of 1e4 cost 1e-3 of P. In 16 bits scores end at 1e9, beyond which o
-    may be NaN.
+    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises.
+
+    Gradients lose accuracy as L grows, by the rounding of a float32: scores of 1e4 cost 1e-3 of P. For 16-bit inputs
+    scores end at 1e9, beyond which o may be NaN.
 
     Raises:
         TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `tiles_for` say.

@@ -11,7 +11,7 @@ from cs336_systems.kernels import tiles
 from cs336_systems.kernels.tiles import AMPERE, HOPPER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
 
 from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
-from .reference import Case, Result, assert_within_budget, dense_attention
+from .reference import Case, Result, assert_within_budget, dense_attention, run_attention
 
 GPUS = {
     "turing": Gpu("Turing", (7, 5), 64 * KIB),
@@ -153,3 +153,32 @@ def test_dq_tile(size, d, tile, is_causal):
     inputs, delta, L, o = backward_inputs(size, d, is_causal)
     dq = flash_triton.launch_dq(*inputs, L, delta, is_causal, tile)
     assert_within_budget(Result(o, dq=dq), inputs, is_causal)
+
+
+@needs_triton
+@both_causal
+def test_without_skipping_masked_tiles(is_causal):
+    """The ladder's slow rungs compute the same: every tile is visited, and compared with the mask."""
+    inputs = inputs_for(4, 16)
+    slow = Tile(32, 16, 1, 1, skip_masked=False)
+    with flash_triton.forced_tiles(Tiles(slow, slow, slow)):
+        result = run_attention(flash_triton.FlashAttention2Triton.apply, inputs, is_causal)
+    assert_within_budget(result, inputs, is_causal)
+
+
+@needs_triton
+def test_forced_tiles_are_launched(monkeypatch):
+    """In the forward and in the backward, which runs in a thread of autograd's; and no longer than the block lasts."""
+    launched = []
+    launch = flash_triton._launch
+    monkeypatch.setattr(
+        flash_triton,
+        "_launch",
+        lambda kernel, tile, *rest, **more: (launched.append(tile), launch(kernel, tile, *rest, **more))[1],
+    )
+    forced = Tiles(Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
+    inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)
+    with flash_triton.forced_tiles(forced):
+        run_attention(flash_triton.FlashAttention2Triton.apply, inputs, True)
+    assert set(launched) == {forced.forward, forced.dk_dv, forced.dq, tiles.DELTA}
+    assert flash_triton.tiles_for(inputs.q) != forced

@@ -58,6 +58,7 @@ def flash_backward_dk_dv_kernel(
     q, k, v, dO, dk, dv, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+    SKIP_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
 
@@ -78,7 +79,9 @@ def flash_backward_dk_dv_kernel(
 
     # line 9: the query tiles on the diagonal; the whole ones that see every key of this tile; the ragged last one. Keys
     # past n_keys need no mask in between: each owns a row of dK and dV, and those rows are never stored.
-    begin, unmasked_begin, unmasked_end = visible_queries(j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    begin, unmasked_begin, unmasked_end = visible_queries(
+        j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED
+    )
     if IS_CAUSAL:
         dk_j, dv_j = _accumulate_dk_dv(
             dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
@@ -149,6 +152,7 @@ def flash_backward_dq_kernel(
     q, k, v, dO, dq, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+    SKIP_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 with its loops exchanged for the queries i, …, i + Q_TILE_SIZE - 1 of one head: their dQ.
 
@@ -170,7 +174,7 @@ def flash_backward_dq_kernel(
     dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
     # line 6: the key tiles that the forward visits, in the same two parts
-    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED)
     dq_i = _accumulate_dq(
         dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,

@@ -27,6 +27,7 @@ def flash_forward_kernel(
     q, k, v, o, L_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+    SKIP_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1 for the queries i, …, i + Q_TILE_SIZE - 1 of one head.
 
@@ -46,7 +47,7 @@ def flash_forward_kernel(
 
     # line 7: the key tiles of which every query sees every key; then those on the diagonal or the ragged edge. Tiles
     # after the last query are masked throughout and never visited.
-    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED)
     o_i, l, m = _accumulate_o(
         o_i, l, m, q_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,

@@ -145,11 +145,18 @@ def visible(queries, keys, n_keys, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def visible_keys(
+    i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, SKIP_MASKED: tl.constexpr
+):
     """(unmasked_end, end): all queries of the tile at i see all keys before `unmasked_end`, a multiple of K_TILE_SIZE,
     and none sees a key from `end` on. Between the two lie the diagonal and the ragged edge.
+
+    Without SKIP_MASKED every tile is visited and compared with the mask, as a kernel would that knew no better.
     """
-    if IS_CAUSAL:
+    if not SKIP_MASKED:
+        unmasked_end = 0
+        end = n_keys
+    elif IS_CAUSAL:
         unmasked_end = tl.minimum(n_keys, i + 1)
         end = tl.minimum(n_keys, i + Q_TILE_SIZE)
     else:
@@ -159,12 +166,23 @@ def visible_keys(i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr
 
 
 @triton.jit
-def visible_queries(j, n_queries, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def visible_queries(
+    j,
+    n_queries,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SKIP_MASKED: tl.constexpr,
+):
     """(begin, unmasked_begin, unmasked_end): no query before `begin` sees a key of the tile at j, and all queries of
     the whole tiles from `unmasked_begin` to `unmasked_end` see all of its keys. Between the first two lies the
-    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order.
+    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order. SKIP_MASKED: as in
+    `visible_keys`.
     """
-    if IS_CAUSAL:
+    if not SKIP_MASKED:
+        begin = 0
+        unmasked_begin = tl.cdiv(n_queries, Q_TILE_SIZE) * Q_TILE_SIZE
+    elif IS_CAUSAL:
         begin = j // Q_TILE_SIZE * Q_TILE_SIZE
         unmasked_begin = tl.cdiv(j + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
     else:

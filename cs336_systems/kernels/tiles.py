@@ -45,6 +45,7 @@ class Tile:
     head_group: int = 4  # heads worked on side by side, see `primitives.assigned_tile`
     by_descriptor: bool = False  # whether tiles are fetched by the copy engine; pays where both sizes suit wgmma
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
+    skip_masked: bool = True  # whether tiles that the causal mask hides are left out; for the ladder of benchmarks
 
 
 @dataclass(frozen=True)
