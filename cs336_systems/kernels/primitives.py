@@ -151,16 +151,16 @@ def visible_keys(
     """(unmasked_end, end): all queries of the tile at i see all keys before `unmasked_end`, a multiple of K_TILE_SIZE,
     and none sees a key from `end` on. Between the two lie the diagonal and the ragged edge.
 
-    Without SKIP_MASKED every tile is visited and compared with the mask, as a kernel would that knew no better.
+    Without SKIP_MASKED a causal kernel visits every tile and compares it with the mask, as one that knew no better.
     """
-    if not SKIP_MASKED:
-        unmasked_end = 0
+    if not IS_CAUSAL:
+        unmasked_end = n_keys
         end = n_keys
-    elif IS_CAUSAL:
+    elif SKIP_MASKED:
         unmasked_end = tl.minimum(n_keys, i + 1)
         end = tl.minimum(n_keys, i + Q_TILE_SIZE)
     else:
-        unmasked_end = n_keys
+        unmasked_end = 0
         end = n_keys
     return unmasked_end // K_TILE_SIZE * K_TILE_SIZE, end
 
@@ -179,13 +179,13 @@ def visible_queries(
     diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order. SKIP_MASKED: as in
     `visible_keys`.
     """
-    if not SKIP_MASKED:
+    if not IS_CAUSAL:
         begin = 0
-        unmasked_begin = tl.cdiv(n_queries, Q_TILE_SIZE) * Q_TILE_SIZE
-    elif IS_CAUSAL:
+        unmasked_begin = 0
+    elif SKIP_MASKED:
         begin = j // Q_TILE_SIZE * Q_TILE_SIZE
         unmasked_begin = tl.cdiv(j + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
     else:
         begin = 0
-        unmasked_begin = 0
+        unmasked_begin = tl.cdiv(n_queries, Q_TILE_SIZE) * Q_TILE_SIZE
     return begin, unmasked_begin, tl.maximum(unmasked_begin, n_queries // Q_TILE_SIZE * Q_TILE_SIZE)
