@@ -64,6 +64,23 @@ def forced_tiles(tiles: Tiles) -> Iterator[None]:
         _forced = before
 
 
+_launched: list[Any] | None = None
+
+
+@contextmanager
+def launched_kernels() -> Iterator[list[Any]]:
+    """What Triton compiled for each launch in the block, in order, with its n_regs, n_spills and metadata.shared.
+
+    In the interpreter, which compiles nothing, the list stays empty.
+    """
+    global _launched
+    before, _launched = _launched, []
+    try:
+        yield _launched
+    finally:
+        _launched = before
+
+
 def tiles_for(x: Tensor) -> Tiles:
     """The tiles for tensors like x, once it is sure that the kernels can run on its device.
 
@@ -163,7 +180,7 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
         return
     is_half = rows.dtype.itemsize == 2
     with torch.cuda.device_of(rows):
-        kernel[(n_programs,)](
+        compiled = kernel[(n_programs,)](
             *tensors,
             n_heads=rows.shape[-3] if rows.ndim > 2 else 1,
             n_batch_heads=n_batch_heads,
@@ -179,6 +196,8 @@ def _launch(kernel, tile: Tile, rows: Float[Tensor, "... n d"], tile_size: int, 
             maxnreg=tile.max_registers,
             **arguments,
         )
+    if _launched is not None and compiled is not None:
+        _launched.append(compiled)
 
 
 def _attention_arguments(tile: Tile, q: Queries, k: Keys, is_causal: bool) -> dict[str, Any]:
