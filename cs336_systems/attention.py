@@ -3,12 +3,15 @@
 Every entry's function is `attention(q, k, v, is_causal) -> o` over tensors (..., n, d).
 """
 
+from collections.abc import Collection
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from cs336_basics.modules import scaled_dot_product_attention
-from cs336_systems import flash_pytorch, flash_triton
+from cs336_systems import flash_pytorch, flash_triton, peers
 from cs336_systems.implementation import Implementation
 from cs336_systems.inputs import MAX_HEAD_DIM
 
@@ -41,6 +44,27 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | No
     return None
 
 
+def _sdpa(name: str, backend: SDPBackend, description: str, dtypes: Collection[torch.dtype]) -> Implementation:
+    function = peers.sdpa(backend)
+    return Implementation(name, function, f"PyTorch's SDPA, {description}", dtypes, refusal=peers.refusal_of(function))
+
+
+PEERS = (
+    _sdpa("sdpa_flash", SDPBackend.FLASH_ATTENTION, "FlashAttention-2 in CUDA C++", peers.HALF),
+    _sdpa("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's kernels", peers.HALF),
+    _sdpa("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention", flash_triton.DTYPES),
+    Implementation(
+        name="flex",
+        function=peers.flex,
+        description="FlexAttention under torch.compile, its causal mask made beforehand",
+        dtypes=flash_triton.DTYPES,
+        refusal=peers.flex_refusal,
+        compiled=True,
+    ),
+)
+
+INTERPRETED = ", in the interpreter: its times say nothing about a GPU" if flash_triton.is_interpreted() else ""
+
 ATTENTION: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
@@ -70,10 +94,11 @@ ATTENTION: dict[str, Implementation] = {
         Implementation(
             name="flash_triton",
             function=flash_triton.FlashAttention2Triton.apply,
-            description="FlashAttention-2 in Triton, forward and backward",
+            description="FlashAttention-2 in Triton, forward and backward" + INTERPRETED,
             dtypes=flash_triton.DTYPES,
             largest_d=MAX_HEAD_DIM,
             refusal=kernel_refusal,
         ),
+        *PEERS,
     )
 }

@@ -9,21 +9,19 @@ implementation, shape and pass, and table.md of all that this machine has measur
 reduced grid on the CPU.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.measure import MEMORY_METHOD, PREDICTION_METHOD, TIME_METHOD, Budget
-from cs336_systems.bench.record import read_rows
-from cs336_systems.bench.report import comparison, comparisons
-from cs336_systems.bench.sweep import DeviceLostError, Sweep
-from cs336_systems.bench.workload import DTYPES, FLOPS_METHOD, AttentionShape, require_at_least
+from cs336_systems.bench.entry import publish, run_script
+from cs336_systems.bench.measure import Passes, limit_memory
+from cs336_systems.bench.report import comparisons
+from cs336_systems.bench.sweep import Sweep
+from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
 
 
 @dataclass(frozen=True)
@@ -31,13 +29,13 @@ class Grid:
     """What is measured where the command line does not say."""
 
     lengths: tuple[int, ...]
-    budget: Budget
+    budget: Passes
     title: str
 
 
 GRIDS = {
-    "cuda": Grid((256, 1024, 4096, 8192, 16384), Budget(warmup=10, iterations=100), "PyTorch attention"),
-    "cpu": Grid((256, 512, 1024), Budget(warmup=2, iterations=10), "PyTorch attention on a CPU, reduced grid (no GPU)"),
+    "cuda": Grid((256, 1024, 4096, 8192, 16384), Passes(warmup=10, iterations=100), "PyTorch attention"),
+    "cpu": Grid((256, 512, 1024), Passes(warmup=2, iterations=10), "PyTorch attention on a CPU, reduced grid (no GPU)"),
 }
 
 
@@ -61,6 +59,8 @@ class Config:
     """Of q, k, v and o."""
     causal: bool = True
     """Mask the keys that come after a query."""
+    memory_limit_gib: float | None = None
+    """Let PyTorch have no more than this of the GPU's memory, as on a smaller card."""
     out_dir: Path = Path("runs/pytorch_attention")
     """Where metrics.jsonl and table.md are written."""
     fresh: bool = False
@@ -76,10 +76,12 @@ def main(config: Config) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     grid = GRIDS[device.type]
     implementations = [ATTENTION[name] for name in (["naive", "compiled"] if config.compile else ["naive"])]
-    budget = Budget(
+    budget = Passes(
         warmup=grid.budget.warmup if config.warmup is None else config.warmup,
         iterations=grid.budget.iterations if config.iters is None else config.iters,
     )
+    if config.memory_limit_gib is not None:
+        limit_memory(device, config.memory_limit_gib)
     lengths = grid.lengths if config.lengths is None else config.lengths
     sweep = Sweep(
         implementations=implementations,
@@ -92,32 +94,20 @@ def main(config: Config) -> None:
         reference=ATTENTION["naive"].function,
         device=device,
         budget=budget,
+        variant=None if config.memory_limit_gib is None else f"{config.memory_limit_gib:g} GiB",
     )
-    console = Console()
-    path = config.out_dir / "metrics.jsonl"
-    rows = sweep.run(path, config.fresh, console)
-    on_record = [row for row in read_rows(path) if row.gpu == rows[0].gpu]
-    measured = {row.implementation for row in on_record}
-    method = (
-        *(f"{name}: {ATTENTION[name].description}." for name in ATTENTION if name in measured),
-        TIME_METHOD[device.type],
-        FLOPS_METHOD,
-        MEMORY_METHOD[device.type],
-        PREDICTION_METHOD,
+    console, jsonl = Console(), config.out_dir / "metrics.jsonl"
+    publish(
+        sweep.run(jsonl, config.fresh, console),
+        lambda rows, notes: comparisons(rows, grid.title, tuple(ATTENTION), "naive", notes),
+        tuple(ATTENTION.values()),
+        budget,
+        device,
+        jsonl,
+        config.out_dir / "table.md",
+        console,
     )
-    names = [implementation.name for implementation in implementations]
-    comparison(rows, grid.title, names, "naive", method).print(console)
-    tables = comparisons(on_record, grid.title, tuple(ATTENTION), "naive", method)
-    text = "\n".join(table.to_markdown() for table in tables)
-    (config.out_dir / "table.md").write_text(text, encoding="utf-8")
-    console.print(f"Rows and table are in {config.out_dir}.", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, OSError, DeviceLostError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt as interrupt:
-        print(interrupt, file=sys.stderr)
-        sys.exit(130)  # what a shell gives for a process that Ctrl-C ended
+    run_script(main, Config, __doc__)

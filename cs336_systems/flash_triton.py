@@ -5,7 +5,7 @@ kernel. The custom ops are opaque to torch.compile, so a compiled model keeps th
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -50,18 +50,25 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
-_forced: Tiles | None = None
+def _as_picked(tiles: Tiles) -> Tiles:
+    return tiles
+
+
+_change = _as_picked
 
 
 @contextmanager
-def forced_tiles(tiles: Tiles) -> Iterator[None]:
-    """Launch all kernels of this process with `tiles`, whatever the tables say: for tests, tuning and benchmarks."""
-    global _forced
-    before, _forced = _forced, tiles
+def tiles_changed_by(change: Callable[[Tiles], Tiles]) -> Iterator[None]:
+    """Launch what goes over tiles of S, in the whole process, with change(tiles) where the tables say `tiles`.
+
+    For tests, tuning and benchmarks. The block has to last until the backward is done.
+    """
+    global _change
+    before, _change = _change, change
     try:
         yield
     finally:
-        _forced = before
+        _change = before
 
 
 _launched: list[Any] | None = None
@@ -100,14 +107,13 @@ def tiles_for(x: Tensor) -> Tiles:
                 f"got {x.dtype} in Triton's interpreter, whose matmul is wrong in that dtype; allowed there: "
                 "torch.float16, torch.float32"
             )
-        return _forced or INTERPRETER
+        return _change(INTERPRETER)
     if not x.is_cuda:
         raise ValueError(
             f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
             "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
         )
-    picked = pick_tiles(_gpu(x.device), x.shape[-1], x.dtype)
-    return _forced or picked
+    return _change(pick_tiles(_gpu(x.device), x.shape[-1], x.dtype))
 
 
 def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:

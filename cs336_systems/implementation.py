@@ -1,6 +1,7 @@
 """What an attention implementation is to whoever chooses or measures one; `attention.py` has the table of them."""
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class Implementation:
     `compiled` says that `function` claims to be compiled by torch.compile; benchmarks verify it.
     `saved_scores` and `saved_float32_scores` are how many (n_queries, n_keys) matrices per head it keeps for its
     backward in the inputs' dtype and in float32, counted from its equations; the benchmarks predict memory from them
-    and print the measured figure beside.
+    and print the measured figure beside. `context` makes the context in which it is what it says, forward and backward.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Implementation:
     compiled: bool = False
     saved_scores: int = 0
     saved_float32_scores: int = 0
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
         """Bytes kept for the backward of each score, for inputs of `dtype`."""

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.bench.measure import Budget
+from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.record import Row
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import DTYPES, AttentionShape
 from cs336_systems.implementation import AttentionFunction, Implementation
 
 CPU = torch.device("cpu")
-SHORT = Budget(warmup=1, iterations=2)
+SHORT = Passes(warmup=1, iterations=2)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

@@ -83,7 +83,7 @@ def test_control_c_leaves_one_line(tmp_path, monkeypatch, capsys):
         measured.append(arguments)
         if len(measured) > 1:
             raise KeyboardInterrupt
-        return {pass_: Measured("ok", timing=Timing(1, 1, 1)) for pass_ in ("forward", "backward")}
+        return {pass_: Measured("ok", timing=Timing(1, 1, 1, 1)) for pass_ in ("forward", "backward")}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Sweep, "_measure", interrupted_by_the_second)

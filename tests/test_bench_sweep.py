@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from cs336_systems import flash_triton
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
-from cs336_systems.bench.measure import Budget, Timing
+from cs336_systems.bench.measure import Passes, Timing
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, classify
 from cs336_systems.bench.workload import MIB
@@ -151,7 +151,7 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert rows[1].message == "needs a GPU"
 
     monkeypatch.setattr(sweep_module, "available_bytes", lambda: 2**50)
-    monkeypatch.setattr(Sweep, "_measure", lambda *_: {"forward": Measured("ok", timing=Timing(1, 1, 1))})
+    monkeypatch.setattr(Sweep, "_measure", lambda *_: {"forward": Measured("ok", timing=Timing(1, 1, 1, 1))})
     (again,) = sweep(example(), shapes=(large,)).run(tmp_path / "m.jsonl")
     assert again.status == "ok", "a skipped row is tried again: memory may be free by now, and it costs nothing"
 
@@ -210,7 +210,7 @@ def test_resume(tmp_path):
 def test_rows_of_fewer_passes_are_measured_again(tmp_path):
     """More than asked for is kept; what each row was measured with stands in it."""
     for asked, kept in ((3, 3), (2, 3), (5, 5)):
-        one = replace(sweep(example()), budget=Budget(warmup=asked, iterations=asked))
+        one = replace(sweep(example()), budget=Passes(warmup=asked, iterations=asked))
         (row,) = one.run(tmp_path / "metrics.jsonl")
         assert (row.warmup, row.iterations) == (kept, kept)
 
@@ -365,7 +365,7 @@ def test_recompilation_in_the_timed_part_gets_no_time(tmp_path, changes, message
         state["calls"] += 1
         return inner(q, k, v, is_causal, f"label {min(state['calls'], changes)}")
 
-    long = replace(sweep(example("changing", attention, compiled=True)), budget=Budget(20, 5))
+    long = replace(sweep(example("changing", attention, compiled=True)), budget=Passes(20, 5))
     (row,) = long.run(tmp_path / "metrics.jsonl")
     assert (row.status, row.median_ms) == ("error", None)
     assert message in said(row)

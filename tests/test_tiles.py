@@ -161,13 +161,13 @@ def test_without_skipping_masked_tiles(is_causal):
     """The ladder's slow rungs compute the same: every tile is visited, and compared with the mask."""
     inputs = inputs_for(4, 16)
     slow = Tile(32, 16, 1, 1, skip_masked=False)
-    with flash_triton.forced_tiles(Tiles(slow, slow, slow)):
+    with flash_triton.tiles_changed_by(lambda _: Tiles(slow, slow, slow)):
         result = run_attention(flash_triton.FlashAttention2Triton.apply, inputs, is_causal)
     assert_within_budget(result, inputs, is_causal)
 
 
 @needs_triton
-def test_forced_tiles_are_launched(monkeypatch):
+def test_changed_tiles_are_launched(monkeypatch):
     """In the forward and in the backward, which runs in a thread of autograd's; and no longer than the block lasts."""
     launched = []
     launch = flash_triton._launch
@@ -178,7 +178,7 @@ def test_forced_tiles_are_launched(monkeypatch):
     )
     forced = Tiles(Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
     inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)
-    with flash_triton.forced_tiles(forced):
+    with flash_triton.tiles_changed_by(lambda _: forced):
         run_attention(flash_triton.FlashAttention2Triton.apply, inputs, True)
     assert set(launched) == {forced.forward, forced.dk_dv, forced.dq, tiles.DELTA}
     assert flash_triton.tiles_for(inputs.q) != forced

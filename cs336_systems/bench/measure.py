@@ -3,8 +3,10 @@
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +14,7 @@ from torch import Tensor
 from cs336_systems.bench.workload import AttentionShape, Pass, require_at_least
 from cs336_systems.implementation import AttentionFunction
 
-TIME_METHOD = {
-    "cuda": "Time: CUDA events around each pass; before it, outside of the timed part, a buffer as large as the L2 "
-    "cache is zeroed, so inputs are read from a cold cache.",
-    "cpu": "Time: time.perf_counter around each pass, caches warm from the pass before.",
-}
+_CPU_TIME = "Time: time.perf_counter around each pass, caches warm from the pass before."
 MEMORY_METHOD = {
     "cuda": "Memory before backward: bytes allocated while the graph of one forward is alive, less those before its "
     "inputs were made, after warm-up.",
@@ -29,9 +27,28 @@ PREDICTION_METHOD = (
 )
 
 
+class Budget(Protocol):
+    """How much is measured for one row."""
+
+    time_method: ClassVar[Mapping[str, str]]
+    """How times are taken, by the kind of device: a note for the reports."""
+
+    def times(self, run: Callable[[], object], device: torch.device) -> list[float]:
+        """Warm up, then time `run()` again and again: milliseconds."""
+        ...
+
+    def warmup_passes(self) -> int | None:
+        """The untimed passes before, where they are a number that is known beforehand."""
+        ...
+
+    def is_met_by(self, iterations: int | None) -> bool:
+        """Whether a row of so many timed passes (None: unknown, or nothing was timed) need not be measured again."""
+        ...
+
+
 @dataclass(frozen=True)
-class Budget:
-    """How many passes a measurement makes: `warmup` that are not timed, then `iterations` that are.
+class Passes:
+    """A number of passes: `warmup` that are not timed, then `iterations` that are.
 
     Raises:
         ValueError: `warmup` below 0 or `iterations` below 1.
@@ -40,18 +57,72 @@ class Budget:
     warmup: int = 10
     iterations: int = 100
 
+    time_method: ClassVar[Mapping[str, str]] = {
+        "cuda": "Time: CUDA events around each pass; before it, outside of the timed part, a buffer as large as the L2 "
+        "cache is zeroed, so inputs are read from a cold cache.",
+        "cpu": _CPU_TIME,
+    }
+
     def __post_init__(self) -> None:
         require_at_least(0, "warmup", self.warmup)
         require_at_least(1, "iterations", self.iterations)
 
+    def times(self, run: Callable[[], object], device: torch.device) -> list[float]:
+        for _ in range(self.warmup):
+            run()
+        return _TIMERS[device.type](run, device, self.iterations)
+
+    def warmup_passes(self) -> int | None:
+        return self.warmup
+
+    def is_met_by(self, iterations: int | None) -> bool:
+        return iterations is None or iterations >= self.iterations
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A span of time: about `warmup` ms of passes that are not timed, then about `rep` ms of passes that are.
+
+    Raises:
+        ValueError: `warmup` below 0 or `rep` below 1.
+    """
+
+    warmup: int = 25
+    rep: int = 100
+
+    time_method: ClassVar[Mapping[str, str]] = {
+        "cuda": "Time: triton.testing.do_bench, which zeroes a buffer larger than the L2 cache before each pass, "
+        "outside of the timed part, so inputs are read from a cold cache.",
+        "cpu": _CPU_TIME,
+    }
+
+    def __post_init__(self) -> None:
+        require_at_least(0, "warmup", self.warmup)
+        require_at_least(1, "rep", self.rep)
+
+    def times(self, run: Callable[[], object], device: torch.device) -> list[float]:
+        if device.type == "cuda":
+            from triton.testing import do_bench  # not everywhere that this module is imported
+
+            return do_bench(run, warmup=self.warmup, rep=self.rep, return_mode="all")
+        _times_for(run, self.warmup)
+        return _times_for(run, self.rep)
+
+    def warmup_passes(self) -> int | None:
+        return None
+
+    def is_met_by(self, iterations: int | None) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Median, 20th and 80th percentile of one pass, in milliseconds."""
+    """Median, 20th and 80th percentile of one pass in milliseconds, and how many were timed."""
 
     median_ms: float
     p20_ms: float
     p80_ms: float
+    iterations: int
 
 
 def _forward(function: AttentionFunction, shape: AttentionShape, device: torch.device) -> Callable[[], object]:
@@ -73,7 +144,24 @@ def _forward_backward(function: AttentionFunction, shape: AttentionShape, device
     return lambda: torch.autograd.grad(function(q, k, v, shape.causal), (q, k, v), dO)
 
 
-_PREPARE = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}
+def _course_forward_backward(
+    function: AttentionFunction, shape: AttentionShape, device: torch.device
+) -> Callable[[], object]:
+    """What the course's leaderboard times: q, k, v are parts of one leaf, whose .grad grows, and dO is expanded."""
+    q, k, v = torch.stack([x.detach() for x in shape.inputs(device)]).requires_grad_()
+
+    def run() -> None:
+        o = function(q, k, v, shape.causal)
+        o.sum().backward()
+
+    return run
+
+
+Harness = Mapping[Pass, Callable[[AttentionFunction, AttentionShape, torch.device], Callable[[], object]]]
+"""How each pass is prepared: pass -> (function, shape, device) -> what is timed."""
+
+PLAIN: Harness = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}
+COURSE: Harness = {"forward_backward": _course_forward_backward}
 
 
 def time_pass(
@@ -83,6 +171,7 @@ def time_pass(
     device: torch.device,
     budget: Budget,
     after_first: Callable[[], object] = lambda: None,
+    harness: Harness = PLAIN,
 ) -> Timing:
     """Time one pass of `function` over the seeded inputs of `shape`.
 
@@ -90,19 +179,17 @@ def time_pass(
     than `budget` says comes first, and then a call of `after_first`: torch.compile compiles a backward when it first
     runs, which must not be timed where no warm-up is asked for.
     """
-    run = _PREPARE[pass_](function, shape, device)
+    run = harness[pass_](function, shape, device)
     run()
     after_first()
     return time_call(run, device, budget)
 
 
 def time_call(run: Callable[[], object], device: torch.device, budget: Budget) -> Timing:
-    """Time `run()` as TIME_METHOD states for the kind of device."""
-    for _ in range(budget.warmup):
-        run()
-    times = _TIMERS[device.type](run, device, budget.iterations)
+    """Time `run()` as the budget's `time_method` states for the kind of device."""
+    times = budget.times(run, device)
     median, p20, p80 = torch.tensor(times).quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
-    return Timing(median, p20, p80)
+    return Timing(median, p20, p80, len(times))
 
 
 def _times_on_gpu(run: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
@@ -128,6 +215,14 @@ def _times_on_cpu(run: Callable[[], object], device: torch.device, iterations: i
 
 
 _TIMERS = {"cuda": _times_on_gpu, "cpu": _times_on_cpu}
+
+
+def _times_for(run: Callable[[], object], duration_ms: float) -> list[float]:
+    """Times on a CPU of as many passes as fill the duration, one at least."""
+    times = _times_on_cpu(run, torch.device("cpu"), 1)
+    while sum(times) < duration_ms:
+        times += _times_on_cpu(run, torch.device("cpu"), 1)
+    return times
 
 
 def memory_before_backward(function: AttentionFunction, shape: AttentionShape, device: torch.device) -> int:
@@ -180,6 +275,33 @@ def release_memory(device: torch.device) -> int:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def float32_precision(precision: str) -> Iterator[None]:
+    """In the block, float32 matmuls have this precision: "highest" without TF32, "high" with."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def limit_memory(device: torch.device, gib: float) -> None:
+    """Let this process have no more than `gib` GiB of the GPU's memory, as on a smaller card.
+
+    The limit holds for PyTorch's allocator. On a real card of that size the CUDA context takes some 0.5 GiB more.
+
+    Raises:
+        ValueError: not a GPU, or `gib` is not between 0 and what the GPU has.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"a memory limit needs a GPU, got {device}")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if not 0 < gib * 2**30 <= total:
+        raise ValueError(f"the memory limit is {gib:g} GiB; allowed is more than 0 and at most {total / 2**30:.1f}")
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
 
 
 def available_bytes() -> int | None:

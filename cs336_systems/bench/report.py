@@ -1,7 +1,7 @@
 """Rows -> one table, for the console (rich) and for Markdown, with the method and the environment under it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
@@ -29,6 +29,7 @@ _LINE_KEYS: dict[str, Callable[[Row], object]] = {
     "length": lambda row: row.n_queries if row.n_queries == row.n_keys else f"{row.n_queries} x {row.n_keys}",
     "pass": lambda row: row.pass_,
     "float32 matmul precision": lambda row: row.float32_precision,
+    "variant": lambda row: row.variant or "-",
 }
 _NOT_ON_CONSOLE = (" TFLOP/s", " predicted MiB")
 _PRECISIONS = {
@@ -69,7 +70,12 @@ class Table:
 
 
 def comparison(
-    rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
+    rows: Iterable[Row],
+    title: str,
+    names: Sequence[str],
+    baseline: str,
+    method: Sequence[str] = (),
+    memory: bool = True,
 ) -> Table:
     """One line per workload and pass, implementations side by side.
 
@@ -78,6 +84,7 @@ def comparison(
         baseline: the one of them over which the others' speed-up is given.
         method: notes on how it was measured; the constants of the grid, the number of passes, the spread, what
             rows have to say and the environment stand there by themselves.
+        memory: whether there are columns of what is kept for the backward.
     """
     rows = list(rows)
     varying = [name for name, value in _LINE_KEYS.items() if name in _ALWAYS or len({value(row) for row in rows}) > 1]
@@ -87,37 +94,87 @@ def comparison(
 
     headers = [*varying, *(f"{name} ms" for name in names), *(f"{name} TFLOP/s" for name in names)]
     headers += [f"{name} speed-up" for name in names if name != baseline]
-    headers += [f"{name} {what}" for name in names for what in ("MiB before backward", "predicted MiB")]
+    if memory:
+        headers += [f"{name} {what}" for name in names for what in ("MiB before backward", "predicted MiB")]
     cells = []
     for key, by_name in lines.items():
         found = [by_name.get(name) for name in names]
         line = [*map(str, key), *map(_time, found), *(_tflops(row) for row in found)]
         line += [_speed_up(by_name.get(name), by_name.get(baseline)) for name in names if name != baseline]
-        line += [cell for row in found for cell in _memory(row)]
+        if memory:
+            line += [cell for row in found for cell in _memory(row)]
         cells.append(line)
+    return Table(title, headers, cells, _notes(rows, varying, method))
+
+
+def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str]) -> list[str]:
     notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), _apart(rows)]
-    notes += [*_messages(rows), *_environments(rows)]
-    return Table(title, headers, cells, [note for note in notes if note])
+    return [note for note in (*notes, *_messages(rows), *_environments(rows)) if note]
 
 
 def comparisons(
-    rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
+    rows: Iterable[Row],
+    title: str,
+    names: Sequence[str],
+    baseline: str,
+    method: Sequence[str] = (),
+    memory: bool = True,
 ) -> list[Table]:
-    """One `comparison` for each dtype, mask and batch among the rows, named in its title; its lines in order of size.
+    """One `comparison` for each dtype, mask, batch and variant among the rows, named in its title; its lines in order
+    of size.
 
     Args:
         names: as in `comparison`; columns that a table has no row for are left out, names that are missing come last.
     """
     settings: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row.d, row.n_queries, row.n_keys, PASSES.index(row.pass_))):
-        settings.setdefault((row.dtype, row.causal, row.batch), []).append(row)
+        settings.setdefault((row.dtype, row.causal, row.batch, row.variant), []).append(row)
     tables = []
-    for (dtype, causal, batch), found in settings.items():
-        measured = {row.implementation: None for row in found}
-        columns = [name for name in dict.fromkeys((*names, *measured)) if name in measured]
+    for (dtype, causal, batch, variant), found in settings.items():
         setting = f"{title}: {dtype}, {'causal' if causal else 'not causal'}, batch {batch}"
-        tables.append(comparison(found, setting, columns, baseline, method))
+        setting += f", {variant}" if variant else ""
+        tables.append(comparison(found, setting, _measured(names, found), baseline, method, memory))
     return tables
+
+
+def ladders(
+    rows: Iterable[Row], title: str, names: Sequence[str], baseline: str, method: Sequence[str] = ()
+) -> list[Table]:
+    """One table for each workload among the rows: one line per implementation, its passes and variants side by side.
+
+    Args:
+        names: the implementations from the first rung to the last.
+        baseline: the implementation over whose times the speed-ups are given.
+    """
+    workloads: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        workload = (row.batch, row.heads, row.n_queries, row.d, row.dtype, row.causal, row.float32_precision)
+        workloads.setdefault(workload, []).append(row)
+    tables = []
+    for (batch, heads, n, d, dtype, causal, _), found in workloads.items():
+        timings = sorted(
+            {(row.variant, row.pass_) for row in found}, key=lambda timing: (timing[0] or "", PASSES.index(timing[1]))
+        )
+        by_timing = {(row.implementation, row.variant, row.pass_): row for row in found}
+        headers = ["implementation", *(" ".join(filter(None, (pass_, variant, "ms"))) for variant, pass_ in timings)]
+        headers += ["TFLOP/s", "speed-up", "MiB before backward"]
+        cells = []
+        for name in _measured(names, found):
+            of_name = [by_timing.get((name, variant, pass_)) for variant, pass_ in timings]
+            last, slowest = of_name[-1], by_timing.get((baseline, *timings[-1]))
+            cells.append([name, *map(_time, of_name), _tflops(last), _speed_up(last, slowest), _memory(last)[0]])
+        setting = f"{title}: {batch} x {heads} heads x {n} x {d}, {dtype}, {'causal' if causal else 'not causal'}"
+        notes = [
+            f"TFLOP/s, and the speed-up over {baseline}, are those of {headers[len(timings)].removesuffix(' ms')}."
+        ]
+        tables.append(Table(setting, headers, cells, notes + _notes(found, _LINE_KEYS.keys() - {"pass"}, method)))
+    return tables
+
+
+def _measured(names: Sequence[str], rows: Iterable[Row]) -> list[str]:
+    """Those of the names that there are rows of, and then the others that there are rows of."""
+    measured = {row.implementation: None for row in rows}
+    return [name for name in dict.fromkeys((*names, *measured)) if name in measured]
 
 
 def _time(row: Row | None) -> str:
@@ -144,18 +201,23 @@ def _speed_up(row: Row | None, baseline: Row | None) -> str:
     return f"{baseline.median_ms / row.median_ms:.2f}x"
 
 
-def _constants(rows: Sequence[Row], varying: Sequence[str]) -> str:
+def _constants(rows: Sequence[Row], varying: Collection[str]) -> str:
     constants = [name for name in ("dtype", "causal", "batch", "heads") if name not in varying]
     return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for row in rows[:1] for name in constants)
 
 
 def _passes(rows: Sequence[Row]) -> str:
     """How many passes the times come of; a sweep that went on with other numbers has rows of each."""
-    counts = Counter((row.iterations, row.warmup) for row in rows if row.median_ms is not None)
+    timed = [row for row in rows if row.median_ms is not None]
+    counts = Counter((row.iterations, row.warmup) for row in timed if row.warmup is not None or row.iterations is None)
     texts = [
         f"{iterations} timed passes after {warmup} of warm-up" if iterations else "an unrecorded number of passes"
         for iterations, warmup in counts
     ]
+    by_duration = [row.iterations for row in timed if row.warmup is None and row.iterations is not None]
+    if by_duration:
+        texts.append(f"{min(by_duration)} to {max(by_duration)} timed passes, as many as filled a set time")
+        counts[None, None] = len(by_duration)
     if len(counts) > 1:
         texts = [f"{text} ({count} rows)" for text, count in zip(texts, counts.values(), strict=True)]
     return f"Times are the median of {', '.join(texts)}." if texts else ""

@@ -14,7 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cs336_systems.bench.accuracy import require_correct
 from cs336_systems.bench.compilation import CompileWatch, watched
 from cs336_systems.bench.measure import (
+    PLAIN,
     Budget,
+    Harness,
+    Passes,
     Timing,
     available_bytes,
     memory_before_backward,
@@ -25,7 +28,8 @@ from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, n
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction, Implementation
 
-FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom", "unsupported"})  # "error" and "skipped" are tried again
+# The others are tried again: what was an error may be mended, and what was unsupported or skipped costs nothing to ask.
+FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom"})
 OUT_OF_MEMORY_TEXTS = ("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 LONGEST_MESSAGE = 300
 
@@ -69,14 +73,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure. `reference` is the plain attention that each implementation has to agree with first."""
+    """What to measure.
+
+    `reference` is the plain attention that each implementation has to agree with first. `variant` tells these rows
+    from others of the same shapes in one file, as when memory is limited; `harness` says what a pass is.
+    """
 
     implementations: Sequence[Implementation]
     shapes: Sequence[AttentionShape]
     passes: Sequence[Pass]
     reference: AttentionFunction
     device: torch.device
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(default_factory=Passes)
+    variant: str | None = None
+    harness: Harness = field(default_factory=lambda: PLAIN)
 
     @property
     def cases(self) -> list[Case]:
@@ -127,7 +137,8 @@ class Sweep:
             for (implementation, shape), group in groupby(todo, key=lambda case: (case.implementation, case.shape)):
                 cases = list(group)
                 progress.update(task, description=str(cases[0]))
-                found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
+                with implementation.context():
+                    found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
                 last = cases[-1].pass_
                 found[last], lost = self._release(baseline, found[last])
                 for case in cases:
@@ -145,7 +156,7 @@ class Sweep:
         """Whether the row need not be measured again; one of fewer passes than are now asked for has to be."""
         if row is None or row.status not in FINAL_STATUSES:
             return False
-        return row.iterations is None or row.iterations >= self.budget.iterations
+        return self.budget.is_met_by(row.iterations)
 
     def _key(self, case: Case, environment: Environment) -> Key:
         shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
@@ -155,13 +166,14 @@ class Sweep:
             **shape,
             gpu=environment.gpu,
             float32_precision=environment.float32_precision,
+            variant=self.variant,
         )
 
     def _row(self, case: Case, environment: Environment, measured: Measured) -> Row:
         saved = case.implementation.saved_bytes_per_score(case.shape.dtype)
         return Row(
             **self._key(case, environment)._asdict() | asdict(environment),
-            **asdict(measured.timing) | asdict(self.budget) if measured.timing else {},
+            **asdict(measured.timing) | {"warmup": self.budget.warmup_passes()} if measured.timing else {},
             tflops=measured.tflops,
             memory_mib=measured.memory_mib,
             predicted_memory_mib=case.shape.bytes_before_backward(saved) / MIB,
@@ -204,7 +216,9 @@ class Sweep:
     ) -> Measured:
         """How timing one pass ends; what a failure leaves is kept."""
         try:
-            timing = time_pass(implementation.function, shape, pass_, self.device, self.budget, watch.warm)
+            timing = time_pass(
+                implementation.function, shape, pass_, self.device, self.budget, watch.warm, self.harness
+            )
             watch.check_no_recompile()
         except Exception as error:
             return Measured(*classify(error), memory_mib)

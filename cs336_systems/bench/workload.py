@@ -33,6 +33,23 @@ def require_at_least(least: int, name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}; allowed is at least {least}")
 
 
+def powers_of_two(name: str, least: int, most: int) -> tuple[int, ...]:
+    """least, 2·least, 4·least, … up to `most`.
+
+    Raises:
+        ValueError: `least` is below 1 or above `most`; the message names both, as --{name}-min and --{name}-max.
+    """
+    require_at_least(1, f"--{name}-min", least)
+    if least > most:
+        raise ValueError(f"--{name}-min is {least}; allowed is at most --{name}-max, {most}")
+    return tuple(least << doublings for doublings in range((most // least).bit_length()))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in DTYPES: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Attention of q (batch, heads, n_queries, d) over k and v (batch, heads, n_keys, d).
@@ -57,7 +74,7 @@ class AttentionShape:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def inputs(
         self, device: torch.device, seed: int = 0

@@ -1,0 +1,82 @@
+"""What the benchmark scripts have in common: from the command line to an exit status, and from rows to a table."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import tyro
+from rich.console import Console
+
+from cs336_systems.bench.ceiling import CEILING
+from cs336_systems.bench.measure import MEMORY_METHOD, PREDICTION_METHOD, Budget
+from cs336_systems.bench.record import Row, read_rows
+from cs336_systems.bench.report import Table
+from cs336_systems.bench.sweep import DeviceLostError
+from cs336_systems.bench.workload import FLOPS_METHOD
+from cs336_systems.implementation import Implementation
+
+Config = TypeVar("Config")
+
+
+def run_script(main: Callable[[Config], None], config: type[Config], description: str | None) -> None:
+    """Make the command line of `config`, run `main` with it, and say in one line what went wrong, if something did."""
+    try:
+        main(tyro.cli(config, description=description))
+    except (ValueError, OSError, DeviceLostError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt as interrupt:
+        print(interrupt, file=sys.stderr)
+        sys.exit(130)  # what a shell gives for a process that Ctrl-C ended
+
+
+def method(implementations: Sequence[Implementation], budget: Budget, device: torch.device) -> tuple[str, ...]:
+    """The notes under a table: what each implementation is, and how time, FLOPs and memory were taken."""
+    return (
+        *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
+        budget.time_method[device.type],
+        FLOPS_METHOD,
+        MEMORY_METHOD[device.type],
+        PREDICTION_METHOD,
+    )
+
+
+def publish(
+    rows: Sequence[Row],
+    tables: Callable[[Sequence[Row], Sequence[str]], Sequence[Table]],
+    implementations: Sequence[Implementation],
+    budget: Budget,
+    device: torch.device,
+    jsonl: Path,
+    markdown: Path,
+    console: Console,
+) -> None:
+    """Print the run's rows as tables, and write tables of all that this machine has on record to `markdown`.
+
+    Args:
+        rows: what the run measured, at least one row.
+        tables: makes tables of rows and the notes under them.
+        implementations: all that may be on record.
+    """
+    on_record = [row for row in read_rows(jsonl) if row.gpu == rows[0].gpu]
+    ceilings = [row for row in on_record if row.implementation == CEILING]
+    on_record = [row for row in on_record if row.implementation != CEILING]
+
+    def made_of(rows: Sequence[Row]) -> Sequence[Table]:
+        measured = {row.implementation for row in rows}
+        described = [implementation for implementation in implementations if implementation.name in measured]
+        return tables(rows, (*method(described, budget, device), *map(_ceiling, ceilings)))
+
+    for table in made_of(rows):
+        table.print(console)
+    markdown.parent.mkdir(parents=True, exist_ok=True)
+    markdown.write_text("\n".join(table.to_markdown() for table in made_of(on_record)), encoding="utf-8")
+    console.print(f"Rows are in {jsonl}, tables in {markdown}.", markup=False, highlight=False, soft_wrap=True)
+
+
+def _ceiling(row: Row) -> str:
+    precision = f", float32 precision {row.float32_precision}" if row.dtype == "float32" else ""
+    return (
+        f"Ceiling: torch.matmul of two {row.d} x {row.d} matrices in {row.dtype}{precision}: {row.tflops:.3g} TFLOP/s."
+    )

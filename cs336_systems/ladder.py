@@ -1,0 +1,62 @@
+"""The ladder of the leaderboard: from plain PyTorch over the first kernel of the assignment to the present one.
+
+From the first kernel on each rung adds one optimisation to the one before, so that the difference is what it is worth.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch._dynamo
+
+from cs336_systems.attention import ATTENTION
+from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
+from cs336_systems.flash_triton import FlashAttention2Triton, tiles_changed_by
+from cs336_systems.implementation import AttentionFunction, Implementation
+from cs336_systems.kernels.tiles import Tile, Tiles
+
+SMALL_TILE = Tile(q_tile_size=32, k_tile_size=32, num_warps=4, num_stages=2, skip_masked=False)
+
+
+def _small(tiles: Tiles) -> Tiles:
+    return Tiles(SMALL_TILE, SMALL_TILE, SMALL_TILE)
+
+
+def _without_skipping(tiles: Tiles) -> Tiles:
+    return Tiles(*(replace(tile, skip_masked=False) for tile in (tiles.forward, tiles.dk_dv, tiles.dq)))
+
+
+def _rung(name: str, function: AttentionFunction, description: str, change: Callable[[Tiles], Tiles]) -> Implementation:
+    @contextmanager
+    def context() -> Iterator[None]:
+        torch.compiler.reset()
+        # The dense backward is compiled for one shape at a time, not generalised over the sizes seen before.
+        with tiles_changed_by(change), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            yield
+
+    return replace(ATTENTION["flash_triton"], name=name, function=function, description=description, context=context)
+
+
+LADDER = (
+    ATTENTION["naive"],
+    ATTENTION["compiled"],
+    _rung(
+        "small_tiles",
+        FlashAttention2TritonDenseBackward.apply,
+        "a Triton forward in tiles of 32 x 32, all of them visited, and a dense backward under torch.compile",
+        _small,
+    ),
+    _rung("tuned_tiles", FlashAttention2TritonDenseBackward.apply, "small_tiles with tuned tiles", _without_skipping),
+    _rung(
+        "triton_backward",
+        FlashAttention2Triton.apply,
+        "tuned_tiles with the backward in Triton too, in two passes",
+        _without_skipping,
+    ),
+    replace(
+        ATTENTION["flash_triton"],
+        description="triton_backward without the tiles that the mask hides, and with comparisons on the diagonal "
+        "alone: FlashAttention2Triton as it is",
+    ),
+)
