@@ -1,13 +1,37 @@
 """Building blocks of the Transformer, written in einx: the names in an expression are the axes of the equation."""
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import einx
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
+
+def with_errors_of_torch(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let what PyTorch raises inside of einx's operations leave `function` as it was raised.
+
+    einx wraps every exception in its own. Out of memory would then be no torch.OutOfMemoryError, and activation
+    checkpointing, which ends a recomputation by raising, would fail.
+    """
+
+    @wraps(function)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except einx.errors.CallOperationError as error:
+            raise error.__cause__ or error from None
+
+    return wrapped
+
+
+@with_errors_of_torch
 def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"]:
     """Softmax over one axis: softmax(x)_i = exp(x_i - max x) / sum_j exp(x_j - max x).
 
@@ -34,6 +58,7 @@ def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"
     return einx.divide("... n, ... -> ... n", exponentials, total).to(x.dtype).movedim(-1, dim)
 
 
+@with_errors_of_torch
 def scaled_dot_product_attention(
     Q: Float[Tensor, "... queries d"],
     K: Float[Tensor, "... keys d"],

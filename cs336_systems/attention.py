@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from cs336_basics.modules import scaled_dot_product_attention
 from cs336_systems import flash_pytorch, flash_triton, peers
 from cs336_systems.implementation import Implementation
-from cs336_systems.inputs import MAX_HEAD_DIM
+from cs336_systems.inputs import MAX_HEAD_DIM, attention_inputs
 
 
 def naive_attention(
@@ -22,7 +22,11 @@ def naive_attention(
     v: Float[Tensor, "... n_keys d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "... n_queries d"]:
-    """softmax(Q K^T / sqrt(d)) V with all scores in memory; causal: query i sees key j where i >= j."""
+    """softmax(Q K^T / sqrt(d)) V with all scores in memory; causal: query i sees key j where i >= j.
+
+    Raises: as `cs336_systems.inputs.attention_inputs` says; any head dim is allowed.
+    """
+    q, k, v = attention_inputs(q, k, v, is_causal, flash_pytorch.DTYPES, largest_d=None)
     mask = None
     if is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
@@ -39,8 +43,8 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | No
         return "Triton is not installed"
     try:
         flash_triton.tiles_for(torch.empty(0, d, dtype=dtype, device=device))
-    except (TypeError, ValueError) as error:
-        return str(error)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0]
     return None
 
 

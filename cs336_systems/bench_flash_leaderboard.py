@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import publish, run_script
+from cs336_systems.bench.entry import device_named, publish, run_script
 from cs336_systems.bench.measure import COURSE, Duration, limit_memory
 from cs336_systems.bench.report import ladders
 from cs336_systems.bench.sweep import Sweep
@@ -62,6 +62,8 @@ class Config:
     """Milliseconds of passes before those that are timed; by default 200, on a CPU 0."""
     rep: int | None = None
     """Milliseconds of timed passes; by default 1000, on a CPU 20."""
+    device: str | None = None
+    """By default the GPU if there is one."""
     memory_limit_gib: float | None = None
     """Let PyTorch have no more than this of the GPU's memory, as on a smaller card."""
     out_jsonl: Path = Path("runs/leaderboard.jsonl")
@@ -80,7 +82,7 @@ def compiled_whole(implementation: Implementation) -> Implementation:
 
 
 def main(config: Config) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_named(config.device)
     defaults = DEFAULTS[device.type]
     budget = Duration(
         defaults.duration.warmup if config.warmup is None else config.warmup,
@@ -88,7 +90,7 @@ def main(config: Config) -> None:
     )
     if config.memory_limit_gib is not None:
         limit_memory(device, config.memory_limit_gib)
-    n, dtype = config.seq_len or defaults.seq_len, DTYPES[config.dtype or defaults.dtype]
+    n, dtype = defaults.seq_len if config.seq_len is None else config.seq_len, DTYPES[config.dtype or defaults.dtype]
     rungs = (*LADDER, *(PEERS if config.peers else ()))
     limit = () if config.memory_limit_gib is None else (f"{config.memory_limit_gib:g} GiB",)
     plain = Sweep(

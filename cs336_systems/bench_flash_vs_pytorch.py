@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import publish, run_script
+from cs336_systems.bench.entry import device_named, publish, run_script
 from cs336_systems.bench.measure import Duration, float32_precision, limit_memory
 from cs336_systems.bench.report import comparisons
 from cs336_systems.bench.sweep import Sweep
-from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two
+from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two, require_at_least
 
 
 @dataclass(frozen=True)
@@ -88,21 +87,23 @@ class Config:
     """Start over instead of going on with the rows in --out-jsonl."""
 
     def __post_init__(self) -> None:
+        for name in ("batch_sizes", "dtypes", "float32_precision"):
+            require_at_least(1, f"the number of --{name.replace('_', '-')}", len(getattr(self, name)))
         for name in self.implementations or ():
             if name not in ATTENTION:
                 raise ValueError(f"--implementations has {name!r}; allowed are {', '.join(ATTENTION)}")
 
 
 def main(config: Config) -> None:
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_named(config.device)
     grid = GRIDS[device.type]
     names = (config.implementations or grid.implementations) + (tuple(p.name for p in PEERS) if config.peers else ())
     budget = Duration(
         grid.duration.warmup if config.warmup is None else config.warmup,
         grid.duration.rep if config.rep is None else config.rep,
     )
-    lengths = powers_of_two("seq", config.seq_min, config.seq_max or grid.seq_max)
-    head_dims = powers_of_two("d", config.d_min, config.d_max or grid.d_max)
+    lengths = powers_of_two("seq", config.seq_min, grid.seq_max if config.seq_max is None else config.seq_max)
+    head_dims = powers_of_two("d", config.d_min, grid.d_max if config.d_max is None else config.d_max)
     if config.memory_limit_gib is not None:
         limit_memory(device, config.memory_limit_gib)
 

@@ -7,23 +7,21 @@ matrix again. It stays to show what the Triton backward is worth.
 import math
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.flash_triton import FlashAttention2Triton
-from cs336_systems.inputs import without_autocast
+from cs336_systems.inputs import Keys, PerQuery, Queries, without_autocast
 
 
 def dense_backward(
-    q: Float[Tensor, "... n_queries d"],
-    k: Float[Tensor, "... n_keys d"],
-    v: Float[Tensor, "... n_keys d"],
-    o: Float[Tensor, "... n_queries d"],
-    dO: Float[Tensor, "... n_queries d"],
-    L: Float[Tensor, "... n_queries"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    o: Queries,
+    dO: Queries,
+    L: PerQuery,
     is_causal: bool,
-) -> tuple[Float[Tensor, "... n_queries d"], Float[Tensor, "... n_keys d"], Float[Tensor, "... n_keys d"]]:
+) -> tuple[Queries, Keys, Keys]:
     """dq, dk, dv by equations 13 to 19, without tiles (their text: `flash_pytorch.flash_backward`).
 
     Args:
@@ -37,7 +35,8 @@ def dense_backward(
         queries = torch.arange(q.shape[-2], device=q.device)
         keys = torch.arange(k.shape[-2], device=q.device)
         S = S.masked_fill(queries[:, None] < keys, -math.inf)
-    P = torch.exp(S - L[..., None])  # (14)
+    # No score of the query is above -inf: with L = inf its P is 0, not that of -inf - (-inf).
+    P = torch.exp(S - torch.where(L.isneginf(), math.inf, L)[..., None])  # (14)
     dv = P.to(q.dtype).mT @ dO  # (15)
     dP = (dO @ v.mT).float()  # (16)
     dS = (scale * P * (dP - delta)).to(q.dtype)  # (17)

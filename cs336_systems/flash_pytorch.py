@@ -1,23 +1,24 @@
-"""FlashAttention-2 in plain PyTorch: Algorithms 1 and 2 of Dao (2023), tile by tile, on any device.
+"""FlashAttention-2 (Dao 2023, arXiv 2307.08691) in plain PyTorch, tile by tile, on any device.
 
-This is the readable specification of the Triton kernels: each statement carries the line number of the algorithm, and
-the kernels in `kernels/` carry the same ones. With scale = 1 / sqrt(d),
+This is the readable specification of the Triton kernels: each statement carries the line number of Algorithm 1 or 2 in
+the handout of CS336's assignment 2, and the kernels in `kernels/` carry the same ones. (The paper has the same steps
+under other numbers: its line 9 is 10 to 12 here.) With scale = 1 / sqrt(d),
 
     S = scale · Q K^T       (4)        P = softmax of S by rows   (5)
     O = P V                 (6)        L_i = log sum_j exp S_ij   (12)
 
-No more than one (Bq, Bk) tile of S exists at a time, so memory is O(n·d), forward and backward.
+No more than one (Bq, Bk) tile of S exists at a time, so memory is O(n·d), forward and backward. In the code i and j are
+the first query and the first key of a tile, where the handout numbers the tiles.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import attention_inputs, without_autocast
+from cs336_systems.inputs import Keys, PerQuery, Queries, attention_inputs, without_autocast
 
 Q_TILE_SIZE = 128
 K_TILE_SIZE = 128
@@ -30,7 +31,7 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
-    """One tile of S = scale · Q K^T, with -inf where query i sees no key j, that is where i < j."""
+    """The tile of S = scale · Q K^T that begins at query i and key j, with -inf where a query comes before a key."""
     S = q_i.shape[-1] ** -0.5 * (q_i @ k_j.mT)
     last_key = j + k_j.shape[-2] - 1
     if is_causal and i < last_key:  # otherwise every query of the tile sees every key of it
@@ -41,13 +42,13 @@ def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor
 
 
 def flash_forward(
-    q: Float[Tensor, "... n_queries d"],
-    k: Float[Tensor, "... n_keys d"],
-    v: Float[Tensor, "... n_keys d"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     is_causal: bool,
     q_tile_size: int = Q_TILE_SIZE,
     k_tile_size: int = K_TILE_SIZE,
-) -> tuple[Float[Tensor, "... n_queries d"], Float[Tensor, "... n_queries"]]:
+) -> tuple[Queries, PerQuery]:
     """Algorithm 1: the output O and the log-sum-exp L (natural logarithm) of every query.
 
     Args:
@@ -78,7 +79,7 @@ def flash_forward(
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))  # line 10
             # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
             shift = torch.where(m_new == -math.inf, 0, m_new)
-            P = torch.exp(S - shift)  # line 11
+            P = torch.exp(S - shift)  # line 11: P~, that is P before the division by l
             l = torch.exp(m - shift) * l + P.sum(-1, keepdim=True)  # line 12
             o_i = torch.exp(m - shift) * o_i + P @ v_j  # line 13
             m = m_new
@@ -89,12 +90,12 @@ def flash_forward(
 
 
 def flash_backward(
-    q: Float[Tensor, "... n_queries d"],
-    k: Float[Tensor, "... n_keys d"],
-    v: Float[Tensor, "... n_keys d"],
-    o: Float[Tensor, "... n_queries d"],
-    dO: Float[Tensor, "... n_queries d"],
-    L: Float[Tensor, "... n_queries"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    o: Queries,
+    dO: Queries,
+    L: PerQuery,
     is_causal: bool,
     needs: Sequence[bool] = (True, True, True),
     q_tile_size: int = Q_TILE_SIZE,
@@ -121,6 +122,8 @@ def flash_backward(
     dtype = _accumulator_dtype(q.dtype)
     scale = q.shape[-1] ** -0.5
     delta = (dO.to(dtype) * o.to(dtype)).sum(-1)  # line 2
+    # No score of the query is above -inf: with L = inf its P is 0, not that of -inf - (-inf).
+    L = torch.where(L.isneginf(), math.inf, L)
     dq = torch.zeros_like(q, dtype=dtype)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
 
@@ -156,6 +159,7 @@ class FlashAttention2Pytorch(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), in float16, bfloat16, float32 or float64, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L of shape (..., n_queries). A second derivative raises.
+    torch.compile unrolls the loops over tiles; where lengths change it needs dynamic=False.
     Errors: see `cs336_systems.inputs.attention_inputs`.
     """
 

@@ -9,18 +9,22 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 
-Q = Float[Tensor, "... n_queries d"]
-KV = Float[Tensor, "... n_keys d"]
+Queries = Float[Tensor, "... n_queries d"]
+Keys = Float[Tensor, "... n_keys d"]
+PerQuery = Float[Tensor, "... n_queries"]
 
 
-def attention_inputs(q: Q, k: KV, v: KV, is_causal: bool, dtypes: Collection[torch.dtype]) -> tuple[Q, KV, KV]:
+def attention_inputs(
+    q: Queries, k: Keys, v: Keys, is_causal: bool, dtypes: Collection[torch.dtype], largest_d: int | None = MAX_HEAD_DIM
+) -> tuple[Queries, Keys, Keys]:
     """Cast q, k, v for autocast where it is on, and check that they can be attended over.
 
     Args:
-        q: (..., n_queries, d) with 1 <= d <= 256; any number of leading dimensions, none included.
+        q: (..., n_queries, d) with 1 <= d <= largest_d; any number of leading dimensions, none included.
         k, v: (..., n_keys, d) with the leading dimensions of q.
         is_causal: True or False.
         dtypes: what the implementation computes in.
+        largest_d: the largest head dim; None where there is none.
 
     Returns:
         q, k, v; under autocast in the autocast dtype (float64 stays, as in PyTorch's own autocast).
@@ -59,8 +63,9 @@ def attention_inputs(q: Q, k: KV, v: KV, is_causal: bool, dtypes: Collection[tor
         raise ValueError(f"q, k and v must have the same leading dimensions, got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q, k and v must have the same head dim d, got {shapes}")
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"the head dim d must be between 1 and {MAX_HEAD_DIM}, got {shapes}")
+    if q.shape[-1] < 1 or (largest_d is not None and q.shape[-1] > largest_d):
+        allowed = "at least 1" if largest_d is None else f"between 1 and {largest_d}"
+        raise ValueError(f"the head dim d must be {allowed}, got {shapes}")
     return q, k, v
 
 

@@ -1,6 +1,7 @@
 """The largest errors seen in the property tests on a GPU, as a Markdown table.
 
-uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [runs/error_ratios.jsonl]
+    rm -f runs/error_ratios.jsonl
+    uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [runs/error_ratios.jsonl]
 """
 
 import json
@@ -26,8 +27,10 @@ def main(path: Path) -> None:
         ]
         print(f"| {implementation} | {dtype} | {len(group)} | {' | '.join(worst)} |")
     print("\nLargest error as a share of its budget, and in brackets as a multiple of dense attention's own error.")
-    for gpu, commit, torch, triton in sorted({(r["gpu"], r["commit"], r["torch"], r["triton"]) for r in rows}):
-        print(f"Measured on {gpu}, torch {torch}, triton {triton}, commit {commit}.")
+    machines = {(r["gpu"], r["torch"], r["triton"], r["commit"], r["dirty"]) for r in rows}
+    for gpu, torch, triton, commit, dirty in sorted(machines, key=str):
+        changes = " with local changes" if dirty else ""
+        print(f"Measured on {gpu}, torch {torch}, triton {triton}, commit {commit}{changes}.")
 
 
 def largest(rows: list[dict], ratio: str, tensor: str) -> float:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the kernels over ragged shapes, masks, head dims and layouts under NVIDIA's compute-sanitizer: memcheck finds
-# accesses outside of an allocation, racecheck unordered ones to shared memory. Exits non-zero at the first finding.
+# accesses outside of an allocation, racecheck unordered ones to shared memory. Exits non-zero after the first tool that finds something.
 #
 #   uv run scripts/sanitize.sh [memcheck racecheck …]
 set -euo pipefail

@@ -1,6 +1,7 @@
 """Dense attention and its gradients by their closed formulas, and the error budget that every implementation keeps.
 
-Nothing here goes through autograd or through the code under test. Equation numbers are the course handout's.
+The reference goes neither through autograd nor through the code under test; `run_attention` puts that code through
+both. Equation numbers are the course handout's.
 """
 
 from collections.abc import Callable
@@ -170,7 +171,8 @@ def dense_errors(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[st
 
 
 def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[str, float]:
-    """The largest error against float64 that ruling 5 allows each tensor: 2x that of dense attention, and one rounding.
+    """The largest error against float64 that is allowed each tensor: 2x the worst that dense attention makes on these
+    inputs and their neighbours, and one rounding.
 
     The rounding is eps(dtype) of the largest exact entry, for L always float32's; for dq and dk there is also one of
     the accumulators, of the largest term before cancellation.
@@ -188,7 +190,7 @@ def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[s
 
 
 def assert_within_budget(got: Result, inputs: Inputs, is_causal: bool, dtype: torch.dtype | None = None) -> None:
-    """Ruling 5 for every tensor that `got` has.
+    """Every tensor that `got` has is within its error budget.
 
     `dtype` is the one that the attention computes in, where that is not the inputs' (autocast).
     """

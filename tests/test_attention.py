@@ -6,8 +6,8 @@ Unlike the course's own copy, which skips them, this one runs the Triton cases o
 import torch
 
 from .adapters import get_flashattention_autograd_function_pytorch, get_flashattention_autograd_function_triton
-from .machine import DEVICE, both_causal, needs_triton
-from .reference import Case, dense_attention, run_attention, saved_log_sum_exps
+from .machine import DEVICE, both_causal, both_flash, flash_function, needs_triton
+from .reference import TENSORS, Case, dense_attention, run_attention, saved_log_sum_exps
 
 CASE = Case((4,), 128, 128, 64)
 
@@ -62,8 +62,12 @@ def test_flash_backward_triton(is_causal):
     check_backward(get_flashattention_autograd_function_triton().apply, is_causal)
 
 
-def test_is_causal_defaults_to_false():
-    """`.apply(q, k, v)` attends to every key."""
-    q, k, v, _ = CASE.draw(torch.float32, DEVICE)
-    apply = get_flashattention_autograd_function_pytorch().apply
-    assert torch.equal(apply(q, k, v), apply(q, k, v, False))
+@both_flash
+def test_is_causal_defaults_to_false(flash):
+    """`.apply(q, k, v)` attends to every key, and has gradients."""
+    inputs = CASE.draw(torch.float32, DEVICE)
+    apply = flash_function(flash)
+    short = run_attention(lambda q, k, v, is_causal: apply(q, k, v), inputs, False)
+    full = run_attention(apply, inputs, False)
+    for name in TENSORS:
+        assert torch.equal(getattr(short, name), getattr(full, name)), name

@@ -1,7 +1,9 @@
 """The FlashAttention-2 Functions as parts of autograd, autocast and torch.compile."""
 
 import gc
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -410,6 +412,39 @@ def test_checkpointing(attention):
     result = run_attention(lambda *args: checkpoint(attention, *args, use_reentrant=False), inputs, True)
     for name in ("o", "dq", "dk", "dv"):
         torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=0, atol=0)
+
+
+def test_saved_tensors_that_come_back_with_other_strides(attention):
+    """A hook on saved tensors may pack them as it likes: what it unpacks has the same values, in any layout."""
+
+    def transposed(x):
+        return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+    inputs = Case((2, 3), 20, 20, 16).draw(torch.float32, DEVICE)
+    expected = run_attention(attention, inputs, True)
+    leaves_ = [x.detach().requires_grad_() for x in inputs[:3]]
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, transposed):
+        o = attention(*leaves_, True)
+        gradients = torch.autograd.grad(o, leaves_, inputs.dO)
+    for gradient, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(gradient, getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+def test_threads_of_the_interpreter(monkeypatch):
+    """It keeps the number of the running program in one global variable: launches of two threads take turns."""
+    attention = flash_function("triton")
+    inputs = [Case((2,), n, n, 16).draw(torch.float32, DEVICE) for n in (40, 70, 100)]
+    expected = [attention(*x[:3], True) for x in inputs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(lambda x: [attention(*x[:3], True) for _ in range(2)], inputs))
+    finally:
+        sys.setswitchinterval(interval)
+    for several, one in zip(got, expected, strict=True):
+        assert all(torch.equal(o, one) for o in several)
 
 
 def test_backward_under_autocast(attention):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cs336_basics.modules import scaled_dot_product_attention, softmax
 
@@ -149,3 +151,21 @@ def test_attention_of_large_half_precision_scores():
     o = scaled_dot_product_attention(*inputs[:3])
     mean = inputs.v.float().mean(dim=-2, keepdim=True)
     torch.testing.assert_close(o.float(), mean.expand_as(o), rtol=2e-3, atol=2e-3)
+
+
+def test_errors_of_torch_come_through_einx():
+    """Out of memory has to be recognised as such, and checkpointing ends a recomputation by an exception of its own."""
+
+    class OutOfMemory(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.bmm.default:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(2, 9, 8, requires_grad=True) for _ in range(3))
+    with OutOfMemory(), pytest.raises(torch.OutOfMemoryError):
+        scaled_dot_product_attention(q, k, v)
+    expected = torch.autograd.grad(scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
+    o = checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False)
+    for gradient, wanted in zip(torch.autograd.grad(o.square().sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)

@@ -24,7 +24,7 @@ CASE = Case((2, 3), 9, 14, 8)
 
 @both_causal
 def test_reference_is_pytorch_math_attention(is_causal):
-    """Rulings 1 and 2: o and the gradients are those of PyTorch's own attention, top-left causal, in float64."""
+    """o and the gradients are those of PyTorch's own attention, top-left causal, in float64."""
     inputs = CASE.draw(torch.float64, CPU)
 
     def sdpa(q, k, v, is_causal):
@@ -45,7 +45,7 @@ def test_reference_log_sum_exp_is_natural():
 
 
 def test_reference_without_keys():
-    """Ruling 3: with no keys o = 0 and L = -inf, and dq = 0."""
+    """With no keys o = 0 and L = -inf, and dq = 0."""
     result = dense_attention(Case((2,), 3, 0, 4).draw(torch.float32, CPU), True)
     assert result.L is not None and result.dq is not None and result.dk is not None
     assert torch.equal(result.o, torch.zeros(2, 3, 4).double())
@@ -90,7 +90,7 @@ def test_budget_rejects_a_missing_infinity():
 
 
 def test_budget_rejects_the_other_causal_rule():
-    """Ruling 2: bottom-right alignment, the other rule in use, is over budget where lengths differ."""
+    """Bottom-right alignment, the other rule in use, is over budget where lengths differ."""
     inputs = CASE.draw(torch.float32, CPU)
     bottom_right = torch.ones(9, 14, dtype=torch.bool).tril(diagonal=14 - 9)
     o = F.scaled_dot_product_attention(*inputs[:3], attn_mask=bottom_right)

@@ -36,7 +36,7 @@ def bounds(gpu: Gpu, chosen: Tiles, d: int, dtype: torch.dtype) -> list[int]:
 @every_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 def test_every_choice_fits(gpu, dtype):
-    """Ruling 10; B37: for every head dim a tile that shared memory holds, or one error that says what is missing."""
+    """For every head dim a tile that shared memory holds, or one error that says what is missing."""
     for d in range(1, 257):
         if gpu.capability == (7, 5) and dtype == torch.float32 and d > 128:
             with pytest.raises(ValueError, match=r"Turing has 65536 bytes of shared memory .* may need \d+"):
@@ -47,7 +47,7 @@ def test_every_choice_fits(gpu, dtype):
 
 @pytest.mark.parametrize("shared_memory", [64 * KIB, 80 * KIB, 99 * KIB, 163 * KIB], ids="{}".format)
 def test_less_shared_memory_means_smaller_tiles(shared_memory):
-    """Ruling 10; B37: a table's entry is cut down to what a smaller device of its class has."""
+    """A table's entry is cut down to what a smaller device of its class has."""
     small = Gpu("small", (8, 6), shared_memory)
     for d, dtype in itertools.product((16, 64, 128), (torch.bfloat16, torch.float32)):
         assert max(bounds(small, pick_tiles(small, d, dtype), d, dtype)) <= shared_memory
@@ -77,7 +77,7 @@ def test_padded_head_dim(d):
 
 
 def test_bfloat16_needs_ampere():
-    """Ruling 10; B41: a clear error before any compilation."""
+    """A clear error before any compilation."""
     with pytest.raises(TypeError, match=r"Turing \(compute capability \(7, 5\)\) has no torch.bfloat16"):
         pick_tiles(GPUS["turing"], 64, torch.bfloat16)
     for name in GPUS.keys() - {"turing"}:

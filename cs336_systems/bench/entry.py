@@ -31,6 +31,23 @@ def run_script(main: Callable[[Config], None], config: type[Config], description
         sys.exit(130)  # what a shell gives for a process that Ctrl-C ended
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device with that name, or the GPU if there is one.
+
+    Raises:
+        ValueError: neither cpu nor cuda, or a GPU that is not there.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return torch.device("cpu")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ValueError(f"the device is {name!r}; allowed are cpu, cuda, cuda:0, …")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"the device is {name!r}; this machine has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", int(index or torch.cuda.current_device()))
+
+
 def method(implementations: Sequence[Implementation], budget: Budget, device: torch.device) -> tuple[str, ...]:
     """The notes under a table: what each implementation is, and how time, FLOPs and memory were taken."""
     return (

@@ -1,4 +1,6 @@
-"""Algorithm 2 of FlashAttention-2: the backward pass in three kernels, none of which needs atomics.
+"""Algorithm 2 of FlashAttention-2, the backward pass, in three kernels, none of which needs atomics.
+
+Line and equation numbers are the handout's (see `flash_pytorch`).
 
 `flash_backward_delta_kernel` computes delta (line 2). `flash_backward_dk_dv_kernel` owns one key tile per program and
 walks over the queries that see it; `flash_backward_dq_kernel` owns one query tile and walks over the keys it sees, with
@@ -43,6 +45,8 @@ def flash_backward_delta_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
     L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, Q_TILE_SIZE, CHECK=True)
+    # No score of the query is above -inf: with L = inf its P is 0, not that of -inf - (-inf).
+    L_i = tl.where(L_i == float("-inf"), float("inf"), L_i)
     L_base = to_base(L_i, BASE_2)
     if BASE_2:
         # From 2^25 on float32 resolves L and S to 4 at best: exp2(S - L) must not come out as inf.
@@ -63,7 +67,7 @@ def flash_backward_dk_dv_kernel(
     """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
 
     q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta
-    kernel left them. scale: 1 / sqrt(D). D_TILE_SIZE: D padded to a power of two.
+    kernel left them. scale: 1 / sqrt(D).
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
@@ -113,7 +117,8 @@ def _accumulate_dk_dv(
     """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query.
 
     S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
-    and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta, and add nothing.
+    and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta; their P is set to 0 all the
+    same, since zero times a key of -inf would make it NaN.
     """
     keys = j + tl.arange(0, K_TILE_SIZE)
     for i in tl.range(first_query, end_query, Q_TILE_SIZE):
@@ -157,7 +162,7 @@ def flash_backward_dq_kernel(
     """Algorithm 2 with its loops exchanged for the queries i, …, i + Q_TILE_SIZE - 1 of one head: their dQ.
 
     q, dO, dq: (batch, heads, n_queries, D); k, v: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta kernel
-    left them. scale: 1 / sqrt(D). D_TILE_SIZE: D padded to a power of two.
+    left them. scale: 1 / sqrt(D).
     """
     n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)

@@ -1,6 +1,6 @@
 """Algorithm 1 of FlashAttention-2: the forward pass, one program for each query tile of each head.
 
-Exponentials and logarithms are in base 2 for 16-bit inputs (see `primitives.to_base`): m is then log2(e) times the
+Line numbers are the handout's (see `flash_pytorch`). Exponentials and logarithms are in base 2 for 16-bit inputs (see `primitives.to_base`): m is then log2(e) times the
 paper's, and L is turned back to the natural logarithm.
 """
 
@@ -32,7 +32,7 @@ def flash_forward_kernel(
     """Algorithm 1 for the queries i, …, i + Q_TILE_SIZE - 1 of one head.
 
     q, o: (batch, heads, n_queries, D); k, v: (batch, heads, n_keys, D); see `primitives`. L_ptr: float32, contiguous
-    (batch, heads, n_queries), natural logarithm. scale: 1 / sqrt(D). D_TILE_SIZE: D padded to a power of two.
+    (batch, heads, n_queries), natural logarithm. scale: 1 / sqrt(D).
     """
     n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
@@ -73,7 +73,8 @@ def _accumulate_o(
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
         k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 8
-        # line 9; the scale follows in line 11, where it costs one multiply-add a score together with m
+        # line 9, unscaled: the scale is positive, so line 10 may scale the row's maximum alone; in line 11 it costs one
+        # multiply-add a score together with m
         S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)
         if MASKED:
             keys = j + tl.arange(0, K_TILE_SIZE)
@@ -81,7 +82,7 @@ def _accumulate_o(
         m_new = tl.maximum(m, tl.max(S, 1) * score_scale)  # line 10
         # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        P = exp_in_base(S * score_scale - shift[:, None], BASE_2)  # line 11
+        P = exp_in_base(S * score_scale - shift[:, None], BASE_2)  # line 11: P~, that is P before the division by l
         rescale = exp_in_base(m - shift, BASE_2)  # exp(m - m') of lines 12 and 13
         l = rescale * l + tl.sum(P, 1)  # line 12
         v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 8

@@ -2,6 +2,10 @@
 
 Inputs (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine is to read them, as Triton's
 tensor descriptors; in the kernels only `load_tile` knows the difference. Outputs are always `Strided`.
+
+What all kernels take: n_batch_heads = batch · heads; D_TILE_SIZE: D padded to a power of two; INPUT_PRECISION: that of
+tl.dot, for float32; BASE_2: see `to_base`; HEAD_GROUP: see `assigned_tile`; SKIP_MASKED: see `visible_keys`. MASKED
+says whether the tiles of a loop need comparisons.
 """
 
 from typing import Any, NamedTuple

@@ -1,0 +1,330 @@
+"""bench_flash_vs_pytorch.py and bench_flash_leaderboard.py as users run them, and what both rest on."""
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+from torch import Tensor
+
+from cs336_systems import bench_flash_leaderboard, bench_flash_vs_pytorch, flash_triton, ladder
+from cs336_systems.attention import ATTENTION, PEERS
+from cs336_systems.bench.ceiling import measure_ceiling
+from cs336_systems.bench.entry import device_named
+from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass
+from cs336_systems.bench.record import RowFile, read_rows
+from cs336_systems.bench.report import comparisons, ladders
+from cs336_systems.bench.sweep import Sweep
+from cs336_systems.bench.workload import powers_of_two
+
+from .bench_examples import CPU, example, plain_attention, row, shape, sweep
+from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, skip_if
+from .reference import Case, assert_within_budget, run_attention
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "cs336_systems"
+QUICK = ("--warmup", "0", "--rep", "1")
+
+
+def run(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPTS / script), *QUICK, *flags]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
+
+
+def test_flash_vs_pytorch_without_a_gpu(tmp_path):
+    """The reduced grid; what cannot run there says why; every dtype has its ceiling; another run measures nothing."""
+    jsonl, markdown = tmp_path / "bench.jsonl", tmp_path / "tables" / "bench.md"
+    flags = ("--seq-max", "256", "--d-max", "16", "--batch-sizes", "1", "2", "--peers")
+    flags += ("--out-jsonl", str(jsonl), "--out-md", str(markdown))
+    first = run("bench_flash_vs_pytorch.py", *flags, TRITON_INTERPRET="")
+    assert first.returncode == 0, first.stderr
+    rows = read_rows(jsonl)
+    measured = {(r.implementation, r.dtype, r.status) for r in rows}
+    assert {
+        ("naive", "float32", "ok"),
+        ("flash_pytorch", "bfloat16", "ok"),
+        ("flex", "float32", "unsupported"),
+    } <= measured
+    assert ("flash_triton", "float32", "unsupported") in measured
+    assert {(r.n_queries, r.d, r.batch) for r in rows if r.implementation == "naive"} == {
+        (n, 16, batch) for n in (128, 256) for batch in (1, 2)
+    }
+    assert {(r.dtype, r.tflops is not None) for r in rows if r.implementation == "matmul"} == {
+        ("bfloat16", True),
+        ("float32", True),
+    }
+    text = markdown.read_text(encoding="utf-8")
+    assert text.startswith("# FlashAttention-2 and PyTorch on a CPU, reduced grid (no GPU): bfloat16, causal, batch 1")
+    assert text.count("\n# ") == 3  # two dtypes, two batches
+    assert "flash_pytorch speed-up" in text and "TRITON_INTERPRET=1" in text and "Ceiling: torch.matmul" in text
+    assert "MiB" not in text.split("\n- ")[0]
+
+    second = run("bench_flash_vs_pytorch.py", *flags, TRITON_INTERPRET="")
+    assert second.returncode == 0, second.stderr
+    assert "naive" not in "".join(line for line in second.stdout.splitlines() if line.startswith("["))
+    kept = [r for r in rows if r.status == "ok" and r.implementation != "matmul"]
+    assert set(kept) <= set(read_rows(jsonl))
+
+
+@needs_triton
+def test_leaderboard_without_a_gpu(tmp_path):
+    """Every rung is timed by itself and by the course's harness, and the peers say why they cannot run."""
+    skip_if(compile_missing_reason())
+    jsonl, markdown = tmp_path / "lb.jsonl", tmp_path / "lb.md"
+    flags = ("--seq-len", "40", "--heads", "1", "--d", "16", "--out-jsonl", str(jsonl), "--out-md", str(markdown))
+    done = run("bench_flash_leaderboard.py", *flags, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    rows = [r for r in read_rows(jsonl) if r.implementation != "matmul"]
+    rungs = ["naive", "compiled", "small_tiles", "tuned_tiles", "triton_backward", "flash_triton"]
+    assert [(r.implementation, r.pass_, r.variant) for r in rows if r.status == "ok"] == [
+        (name, pass_, None) for name in rungs for pass_ in ("forward", "backward", "forward_backward")
+    ] + [(name, "forward_backward", "course harness") for name in rungs]
+    table = [line for line in markdown.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == rungs + [peer.name for peer in PEERS]
+    assert "forward_backward course harness ms" in table[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("bench_flash_vs_pytorch.py", ("--seq-min", "512", "--seq-max", "128"), "--seq-min is 512; allowed is at most"),
+        ("bench_flash_vs_pytorch.py", ("--seq-min", "0"), "--seq-min is 0; allowed is at least 1"),
+        ("bench_flash_vs_pytorch.py", ("--device", "tpu"), "the device is 'tpu'; allowed are cpu, cuda"),
+        ("bench_flash_vs_pytorch.py", ("--device", "cuda:99"), "this machine has"),
+        ("bench_flash_vs_pytorch.py", ("--memory-limit-gib", "12"), "a memory limit needs a GPU, got cpu"),
+        ("bench_flash_leaderboard.py", ("--seq-len", "0"), "n_queries is 0; allowed is at least 1"),
+        ("bench_flash_leaderboard.py", ("--rep", "0"), "rep is 0; allowed is at least 1"),
+    ],
+)
+def test_bad_flags_are_one_line(script, flags, said, tmp_path):
+    done = run(script, "--out-jsonl", str(tmp_path / "a.jsonl"), "--out-md", str(tmp_path / "a.md"), *flags)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--implementations", "flash3"], "'flash3'"),
+        (["--dtypes"], "number of --dtypes is 0"),
+        (["--dtypes", "int8"], "int8"),
+    ],
+)
+def test_bad_names_come_with_what_is_allowed(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(bench_flash_vs_pytorch.Config, args=flags)
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("script", ["bench_flash_vs_pytorch.py", "bench_flash_leaderboard.py"])
+def test_each_flag_has_a_text_for_help(script):
+    tree = ast.parse((SCRIPTS / script).read_text(encoding="utf-8"))
+    (config,) = (node for node in tree.body if getattr(node, "name", "") == "Config")
+    assert isinstance(config, ast.ClassDef)
+    for flag, text in pairwise(config.body):
+        assert not isinstance(flag, ast.AnnAssign) or isinstance(text, ast.Expr), ast.unparse(flag)
+
+
+def test_defaults_are_the_course_grid():
+    config = tyro.cli(bench_flash_vs_pytorch.Config, args=[])
+    assert (config.batch_sizes, config.dtypes, config.causal) == ((1,), ("bfloat16", "float32"), True)
+    grid = bench_flash_vs_pytorch.GRIDS["cuda"]
+    assert (config.seq_min, grid.seq_max, config.d_min, grid.d_max) == (128, 65536, 16, 128)
+    assert grid.implementations == ("naive", "compiled", "flash_triton")
+    board, defaults = tyro.cli(bench_flash_leaderboard.Config, args=[]), bench_flash_leaderboard.DEFAULTS["cuda"]
+    assert (board.heads, defaults.seq_len, board.d, defaults.dtype) == (16, 16384, 64, "bfloat16")
+
+
+def test_powers_of_two():
+    assert powers_of_two("seq", 128, 1024) == (128, 256, 512, 1024)
+    assert powers_of_two("seq", 96, 200) == (96, 192)
+    assert powers_of_two("d", 16, 16) == (16,)
+
+
+def test_device_named():
+    assert device_named("cpu") == CPU
+    for name in ("cpu:0", "cuda:x", "gpu", ":1"):
+        with pytest.raises(ValueError, match="allowed are cpu, cuda"):
+            device_named(name)
+
+
+@needs_triton
+@pytest.mark.parametrize("rung", ladder.LADDER, ids=lambda rung: rung.name)
+def test_every_rung_is_right(rung):
+    """A step that is slow is not to be wrong as well."""
+    skip_if(compile_missing_reason() if rung.name in ("compiled", "small_tiles", "tuned_tiles") else None)
+    inputs = Case((1, 2), 70, 70, 16).draw(torch.float32, DEVICE)
+    with rung.context():
+        assert_within_budget(run_attention(rung.function, inputs, True), inputs, True)
+
+
+@needs_triton
+def test_rungs_differ_in_their_tiles():
+    """The small ones are small, none before the last skips masked tiles, and afterwards all is as it was."""
+    x = torch.empty(1, 16, 16, device=DEVICE)
+    shipped = flash_triton.tiles_for(x)
+    by_name = {rung.name: rung for rung in ladder.LADDER}
+    with by_name["small_tiles"].context():
+        assert flash_triton.tiles_for(x).forward == ladder.SMALL_TILE
+    for name in ("tuned_tiles", "triton_backward"):
+        with by_name[name].context():
+            assert flash_triton.tiles_for(x).dq == replace(shipped.dq, skip_masked=False)
+    with by_name["flash_triton"].context():
+        assert flash_triton.tiles_for(x) == shipped
+
+
+@needs_gpu
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_peers_compute_the_same_attention(peer, is_causal):
+    """Same scale, same mask."""
+    skip_if(peer.unsupported_reason(DEVICE, torch.bfloat16, 64))
+    inputs = Case((2, 3), 256, 256, 64).draw(torch.bfloat16, DEVICE)
+    assert_within_budget(run_attention(peer.function, inputs, is_causal), inputs, is_causal)
+
+
+def test_peers_that_cannot_run_say_why():
+    """The backend's own words, not a time of another backend."""
+    assert "bfloat16, float16, not float32" in str(ATTENTION["sdpa_cudnn"].unsupported_reason(CPU, torch.float32, 64))
+    assert "backend" in str(ATTENTION["sdpa_efficient"].unsupported_reason(CPU, torch.float32, 64))
+    assert "needs a GPU" in str(ATTENTION["flex"].unsupported_reason(CPU, torch.float32, 64))
+
+
+def test_duration_measures_for_as_long_as_asked(monkeypatch):
+    """On a CPU: passes until the times add up to the duration, and the row says how many."""
+    times = iter([3.0, 5.0, 5.0, 4.0, 6.0])
+    monkeypatch.setattr("cs336_systems.bench.measure._times_on_cpu", lambda run, device, iterations: [next(times)])
+    assert Duration(warmup=3, rep=10).times(lambda: None, CPU) == [5.0, 5.0]
+    assert list(times) == [4.0, 6.0]
+    for wrong in ((-1, 5), (0, 0)):
+        with pytest.raises(ValueError, match="allowed is at least"):
+            Duration(*wrong)
+
+
+def test_rows_of_a_duration(tmp_path):
+    """They say how many passes were timed, and stay when the sweep runs again; the table gives the range."""
+    timed = replace(sweep(example()), budget=Duration(0, 1))
+    (first,) = timed.run(tmp_path / "rows.jsonl")
+    assert first.iterations is not None and first.iterations >= 1 and first.warmup is None
+    assert timed.run(tmp_path / "rows.jsonl") == [first]
+    several = [row(warmup=None, iterations=7), row(d=16, warmup=None, iterations=90)]
+    (table,) = comparisons(several, "t", ["naive"], "naive")
+    assert "Times are the median of 7 to 90 timed passes, as many as filled a set time." in table.notes
+
+
+def test_course_harness_sums_and_adds_up_gradients():
+    """dO is the stride-0 gradient of a sum, and .grad grows from pass to pass, as in the course's own harness."""
+    seen: list[tuple[Tensor, tuple[int, ...]]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return plain_attention(q, k, v, True)
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            seen.append((grad_outputs[0], grad_outputs[0].stride()))
+            return grad_outputs[0], grad_outputs[0], grad_outputs[0]
+
+    leaves = []
+
+    def attention(q, k, v, is_causal):
+        leaves.append(q._base if q._base is not None else q)
+        return Watched.apply(q, k, v)
+
+    time_pass(attention, shape(), "forward_backward", CPU, Passes(0, 2), harness=COURSE)
+    assert len(seen) == 3 and all(set(strides) == {0} and (dO == 1).all() for dO, strides in seen)
+    assert torch.equal(leaves[0].grad, torch.full_like(leaves[0], 3.0))
+
+
+def test_variants_have_rows_and_tables_of_their_own(tmp_path):
+    """A limited run neither replaces the unlimited one nor shares its table."""
+    plain = sweep(example())
+    limited = replace(plain, variant="12 GiB")
+    path = tmp_path / "rows.jsonl"
+    rows = plain.run(path) + limited.run(path)
+    assert [r.variant for r in read_rows(path)] == [None, "12 GiB"]
+    assert [table.title for table in comparisons(rows, "t", ["plain"], "plain")] == [
+        "t: float32, causal, batch 2",
+        "t: float32, causal, batch 2, 12 GiB",
+    ]
+
+
+def test_ladder_table():
+    """One line per implementation, in the order of the rungs; passes first, then the harness, whose speed-up counts."""
+    rows = [
+        row(implementation=name, pass_=pass_, variant=variant, median_ms=ms, status=status)
+        for name, pass_, variant, ms, status in [
+            ("fast", "forward", None, 1.0, "ok"),
+            ("slow", "forward", None, 4.0, "ok"),
+            ("slow", "forward_backward", "course harness", 12.0, "ok"),
+            ("fast", "forward_backward", "course harness", 3.0, "ok"),
+            ("huge", "forward", None, None, "oom"),
+        ]
+    ]
+    (table,) = ladders(rows, "t", ["slow", "huge", "fast"], "slow")
+    assert table.headers[1:4] == ["forward ms", "forward_backward course harness ms", "TFLOP/s"]
+    assert [line[:3] for line in table.lines] == [
+        ["slow", "4.000", "12.000"],
+        ["huge", "OOM", "-"],
+        ["fast", "1.000", "3.000"],
+    ]
+    assert [line[4] for line in table.lines] == ["1.00x", "-", "4.00x"]
+
+
+def test_ceiling(tmp_path, monkeypatch):
+    """2·n³ operations over the time, one row per dtype and precision; the same again replaces it."""
+    monkeypatch.setitem(measure_ceiling.__globals__["SIZES"], "cpu", 64)
+    path = tmp_path / "rows.jsonl"
+    for precision in ("highest", "high", "high"):
+        with float32_precision(precision):
+            last = measure_ceiling(path, torch.float32, CPU, Duration(0, 1))
+    assert last.median_ms is not None and last.tflops == pytest.approx(2 * 64**3 / last.median_ms / 1e9)
+    assert [r.float32_precision for r in RowFile(path).rows.values()] == ["highest", "high"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_context_lasts_over_forward_and_backward(tmp_path):
+    """What an implementation needs around it is there in the check, in both passes, and gone afterwards."""
+    inside: list[str] = []
+
+    class Context:
+        def __enter__(self):
+            inside.append("in")
+
+        def __exit__(self, *error):
+            inside.append("out")
+
+    def attention(q, k, v, is_causal):
+        assert inside[-1] == "in"
+        o = plain_attention(q, k, v, is_causal)
+        o.register_hook(lambda gradient: inside.append(inside[-1]))
+        return o
+
+    around = replace(example(function=attention), context=Context)
+    rows = Sweep([around], [shape()], ("forward", "backward"), plain_attention, CPU, Passes(0, 1)).run(
+        tmp_path / "a.jsonl"
+    )
+    assert [r.status for r in rows] == ["ok", "ok"]
+    assert set(inside[:-1]) == {"in"} and inside[-1] == "out"
+
+
+@needs_gpu
+def test_memory_limit_is_kept():
+    """Past the limit PyTorch's allocator gives up, as on a smaller card."""
+    code = (
+        "import torch; from cs336_systems.bench.measure import limit_memory\n"
+        "limit_memory(torch.device('cuda'), 1)\n"
+        "torch.empty(2**29, dtype=torch.uint8, device='cuda')\n"
+        "try: torch.empty(2**30, dtype=torch.uint8, device='cuda')\n"
+        "except torch.OutOfMemoryError: print('limited')"
+    )
+    assert "limited" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
+    with pytest.raises(ValueError, match="allowed is more than 0"):
+        limit_memory(DEVICE, 1e6)
