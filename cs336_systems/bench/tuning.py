@@ -1,0 +1,321 @@
+"""Variants of kernels against one another: each checked, timed and recorded, then ranked.
+
+What a variant is does not matter here: a `Trial` brings its own check, run and name.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
+from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
+from cs336_systems.bench.report import Table, _environments, _passes, _spread
+from cs336_systems.bench.sweep import DeviceLostError, Measured, SweepInterrupted, classify
+from cs336_systems.bench.workload import AttentionShape, Pass
+
+KIB = 1024
+# A kernel too large for a GPU stays so; an error may be mended, and memory may be free another time.
+FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "unsupported"})
+FINALISTS = 5
+ROUNDS = 3
+FINAL_METHOD = (
+    f"The fastest {FINALISTS} of each kernel and the marked ones are timed once more at the end, one after another in "
+    f"{ROUNDS} rounds, so that drifting clocks meet them alike; what counts is the median round."
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes. A row has no keys for it: it is the row's message, in this one form."""
+
+    registers: int  # per thread
+    spills: int  # registers per thread that are kept in memory instead
+    shared_memory: int  # bytes per program
+
+    def __str__(self) -> str:
+        return f"{self.registers} registers, {self.spills} spills, {self.shared_memory} bytes of shared memory"
+
+    @classmethod
+    def of(cls, row: Row) -> "Resources | None":
+        """What the row says; None where it says something else, or nothing, as in the interpreter."""
+        match = re.fullmatch(r"(\d+) registers, (\d+) spills, (\d+) bytes of shared memory", row.message or "")
+        return cls(*map(int, match.groups())) if match else None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant of a kernel."""
+
+    kernel: str  # `implementation` of its row
+    pass_: Pass
+    variant: str
+    flops: float
+    check: Callable[[], None]  # raises where the results are wrong
+    run: Callable[[], object]  # what is timed
+    resources: Callable[[], Resources | None]  # of what runs
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.variant}"
+
+
+Prepare = Callable[[Sequence[Trial]], Generator[tuple[Trial, Measured | None]]]
+"""Does beforehand what takes long or may go wrong; yields trials, each with how it failed, or None."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials at one shape, and how long each is timed."""
+
+    trials: Sequence[Trial]
+    shape: AttentionShape
+    device: torch.device
+    budget: Budget
+    marked: Collection[tuple[str, str]] = ()  # kernel and variant of those that are finalists whatever their time
+    prepare: Prepare | None = None
+
+    def run(self, path: Path, fresh: bool, console: Console) -> list[Row]:
+        """Measure what `path` does not hold yet.
+
+        Args:
+            path: the JSONL file of the rows.
+            fresh: start over instead of going on with the rows in `path`.
+            console: where progress is shown.
+
+        Returns:
+            The rows of the trials, in their order.
+
+        Raises:
+            RecordError: `path` holds something else.
+            DeviceLostError: the GPU failed for good; the row is recorded.
+            SweepInterrupted: Ctrl-C.
+        """
+        run = _Run(self, RowFile(path, fresh), Environment.capture(self.device), console)
+        try:
+            run.measure_missing()
+        except KeyboardInterrupt as interrupt:
+            held = sum(run.row(trial) is not None for trial in self.trials)
+            again = f"start again{' without --fresh' if fresh else ''} to go on"
+            message = f"interrupted; {held} of {len(self.trials)} rows are in {path}; {again}"
+            raise SweepInterrupted(message) from interrupt
+        return [row for trial in self.trials if (row := run.row(trial))]
+
+
+@dataclass(frozen=True)
+class _Run:
+    search: Search
+    file: RowFile
+    environment: Environment
+    console: Console
+
+    def measure_missing(self) -> None:
+        """Measure each trial whose row is missing or not final, and then the finalists again."""
+        trials = self.search.trials
+        todo = [trial for trial in trials if (row := self.row(trial)) is None or row.status not in FINAL_STATUSES]
+        if len(todo) < len(trials):
+            kept = len(trials) - len(todo)
+            self.say(f"{self.file.path} holds {kept} of {len(trials)} rows; --fresh measures them again.")
+        todo = self.prepared(todo)
+        # What failed in an earlier run goes last: if it takes the GPU down again, all others are on record by then.
+        todo.sort(key=lambda trial: self.row(trial) is not None)
+        start = time.monotonic()
+        for done, trial in enumerate(todo, start=1):
+            self.record(trial, self.measured(trial))
+            left = (time.monotonic() - start) / done * (len(todo) - done)
+            self.say(f"[{done}/{len(todo)}, {left:.0f} s left] {trial}: {_result(self.row(trial))}")
+        for kernel in dict.fromkeys(trial.kernel for trial in todo):
+            self.time_again(self.finalists(kernel))
+
+    def prepared(self, todo: Sequence[Trial]) -> list[Trial]:
+        """Those of the trials that are still worth measuring; the others get their rows here."""
+        if self.search.prepare is None or not todo:
+            return list(todo)
+        hopeless, n_prepared = [], 0
+        with (
+            Progress(console=self.console, disable=not self.console.is_terminal, transient=True) as progress,
+            closing(self.search.prepare(todo)) as prepared,
+        ):
+            self.say(f"{len(todo)} are compiled before the first is timed.")
+            for trial, failure in progress.track(prepared, len(todo), description="compiling"):
+                n_prepared += 1
+                if failure is not None:
+                    hopeless.append(trial)
+                    self.record(trial, failure)
+                    self.say(f"{trial}: {_result(self.row(trial))}")
+        if n_prepared < len(todo):
+            self.say(f"{len(todo) - n_prepared} could not be compiled beforehand; they are when they are timed.")
+        return [trial for trial in todo if trial not in hopeless]
+
+    def measured(self, trial: Trial) -> Measured:
+        try:
+            trial.check()
+            timing = time_call(trial.run, self.search.device, self.search.budget)
+            resources = trial.resources()
+        except Exception as error:
+            # Only texts leave this block: the exception holds the frames, and they hold tensors.
+            return failed(error)
+        return self.ok(trial, timing, None if resources is None else str(resources))
+
+    def ok(self, trial: Trial, timing: Timing, message: str | None) -> Measured:
+        return Measured("ok", message, timing=timing, tflops=trial.flops / timing.median_ms / 1e9)
+
+    def finalists(self, kernel: str) -> list[Trial]:
+        """The kernel's fastest trials and the marked ones."""
+        rows = {trial: row for trial in self.search.trials if (row := self.row(trial)) and trial.kernel == kernel}
+        fastest = ranked(list(rows.values()))[:FINALISTS]
+        return [
+            trial
+            for trial, row in rows.items()
+            if row.status == "ok" and (row in fastest or (kernel, trial.variant) in self.search.marked)
+        ]
+
+    def time_again(self, trials: Sequence[Trial]) -> None:
+        """Replace the times of trials that were found right by those of rounds in which they take turns."""
+        timings: dict[Trial, list[Timing]] = {trial: [] for trial in trials}
+        failures: dict[Trial, Measured] = {}
+        for _ in range(ROUNDS):
+            for trial in [trial for trial in timings if trial not in failures]:
+                try:
+                    timings[trial].append(time_call(trial.run, self.search.device, self.search.budget))
+                except Exception as error:
+                    failures[trial] = failed(error)
+        for trial, rounds in timings.items():
+            row = self.row(trial)
+            assert row is not None
+            self.record(trial, failures.get(trial) or self.ok(trial, _median_of(rounds), row.message))
+
+    def record(self, trial: Trial, measured: Measured) -> None:
+        """Put the trial's row into the file.
+
+        Raises:
+            DeviceLostError: the GPU failed for good; the row is there, as an error.
+        """
+        lost = None
+        try:
+            release_memory(self.search.device)
+        except RuntimeError as error:
+            lost = f"the GPU failed for good: {str(error).strip().splitlines()[0]}"
+            measured = Measured("error", measured.message).noting(lost)
+        timing = measured.timing
+        self.file.put(
+            Row(
+                **self.key(trial)._asdict() | asdict(self.environment),
+                **asdict(timing) | {"warmup": self.search.budget.warmup_passes()} if timing else {},
+                tflops=measured.tflops,
+                status=measured.status,
+                message=measured.message,
+                time=now(),
+            )
+        )
+        if lost:
+            raise DeviceLostError(f"the search ends at {trial}: {lost}; the rows are in {self.file.path}")
+
+    def key(self, trial: Trial) -> Key:
+        shape: dict[str, Any] = asdict(self.search.shape) | {"dtype": self.search.shape.dtype_name}
+        return Key(
+            implementation=trial.kernel,
+            pass_=trial.pass_,
+            **shape,
+            gpu=self.environment.gpu,
+            float32_precision=self.environment.float32_precision,
+            variant=trial.variant,
+        )
+
+    def row(self, trial: Trial) -> Row | None:
+        return self.file.rows.get(self.key(trial))
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def failed(error: BaseException) -> Measured:
+    """How a trial ended that raised `error`."""
+    status, message = classify(error)
+    if type(error).__name__ == "CompilationError":  # Triton's: first where in the source, at the end what
+        message += f" {str(error).strip().splitlines()[-1].strip()}"
+    return Measured(status, message)
+
+
+def ranked(rows: Collection[Row]) -> list[Row]:
+    """Those that were timed, the fastest first."""
+    return sorted((row for row in rows if row.median_ms is not None), key=lambda row: row.median_ms or 0.0)
+
+
+def ranking(
+    rows: Sequence[Row], title: str, marks: Mapping[str, str], method: Sequence[str], shown: int | None = None
+) -> Table:
+    """One kernel's variants, the fastest first, then those that failed; what failed says why under the table.
+
+    Args:
+        rows: of one kernel at one shape.
+        marks: what to call some variants; beside it stands how far each is from the best.
+        method: notes on how it was measured.
+        shown: how many of the fastest are shown; marked ones and failures always are.
+    """
+    timed = ranked(rows)
+    lines, left_out = [], 0
+    for rank, row in enumerate(timed, start=1):
+        if shown is not None and rank > shown and row.variant not in marks:
+            left_out += 1
+            continue
+        lines.append([str(rank), *_cells(row, timed[0], marks)])
+    untimed = [row for row in rows if row.median_ms is None]
+    lines += [["-", *_cells(row, None, marks)] for row in untimed]
+    headers = ["rank", "tile", "ms", "over the best", "TFLOP/s", "registers", "spills", "shared KiB", "mark"]
+    notes = [
+        f"{left_out} more that are slower are left out here." if left_out else "",
+        *method,
+        _passes(rows),
+        _spread(rows),
+        *(f"{row.variant}, {row.status}: {row.message}" for row in untimed),
+        *_environments(rows),
+    ]
+    return Table(title, headers, lines, [note for note in notes if note])
+
+
+def print_rankings(tables: Sequence[Table], console: Console) -> None:
+    """The tables one under another; a note that stands under one is not said again under the next."""
+    said: set[str] = set()
+    for table in tables:
+        replace(table, notes=[note for note in table.notes if note not in said]).print(console)
+        said.update(table.notes)
+
+
+def _cells(row: Row, best: Row | None, marks: Mapping[str, str]) -> list[str]:
+    """What stands in the row's line, but for its rank."""
+    variant, resources = row.variant or "-", Resources.of(row)
+    over = "-"
+    if best and best.median_ms and row.median_ms:
+        over = f"+{100 * (row.median_ms / best.median_ms - 1):.1f} %"
+    mark = marks.get(variant, "")
+    if mark and best:
+        mark += ", the best" if row is best else f", {over} over the best"
+    taken = ["-"] * 3
+    if resources:
+        taken = [str(resources.registers), str(resources.spills), f"{resources.shared_memory / KIB:.1f}"]
+    time = row.status if row.median_ms is None else f"{row.median_ms:.3f}"
+    return [variant, time, over, "-" if row.tflops is None else f"{row.tflops:.3g}", *taken, mark]
+
+
+def _median_of(rounds: Sequence[Timing]) -> Timing:
+    """The median of each figure, over rounds with all their passes."""
+    return Timing(
+        statistics.median(timing.median_ms for timing in rounds),
+        statistics.median(timing.p20_ms for timing in rounds),
+        statistics.median(timing.p80_ms for timing in rounds),
+        sum(timing.iterations for timing in rounds),
+    )
+
+
+def _result(row: Row | None) -> str:
+    if row is None or row.median_ms is None:
+        return f"{row.status} ({row.message})" if row else "-"
+    return f"{row.median_ms:.3f} ms"
