@@ -30,8 +30,8 @@ class Gpu:
     shared_memory: int  # bytes that one program may use
 
     @property
-    def has_tensor_cores(self) -> bool:
-        """Whether Triton multiplies by tensor core (TF32 among their types); Triton 3.6 leaves Turing's unused."""
+    def uses_tensor_cores(self) -> bool:
+        """Whether Triton multiplies on tensor cores: from Ampere on. Triton 3.6 leaves Turing's unused."""
         return self.capability >= (8, 0)
 
     def check(self, dtype: torch.dtype) -> None:
@@ -88,7 +88,8 @@ INTERPRETER = Tiles(
 # The tables: (bytes per element, padded head dim) -> tiles. Mostly small tiles win: several programs on one
 # multiprocessor hide one another's softmax and loads better than one large tile does.
 
-# Timed on an H200 but for width 16, which follows 32, and float32 at 16 and 32, which follow 64.
+# Timed on an H200: 16-bit widths 64 and 128 (ranked in runs/h200/kernel_log.md), 32 and 256; float32 from 64 on, when
+# its products were three TF32 ones. Width 16 follows 32, float32 at 16 and 32 follow 64.
 HOPPER = {
     **dict.fromkeys(
         [(2, 16), (2, 32)],
@@ -186,7 +187,7 @@ def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dty
     """
     buffered = 2 * kernel.streamed(tile) * tile.num_stages
     # Operands of float32 products, and of all products without tensor cores, also pass through copies.
-    copied = 0 if gpu.has_tensor_cores and dtype != torch.float32 else 2 * max(tile.q_tile_size, tile.k_tile_size)
+    copied = 0 if gpu.uses_tensor_cores and dtype != torch.float32 else 2 * max(tile.q_tile_size, tile.k_tile_size)
     rows_of_L_and_delta = 4 * buffered
     barriers = KIB
     return (kernel.held(tile) + buffered + copied) * width * dtype.itemsize + rows_of_L_and_delta + barriers
