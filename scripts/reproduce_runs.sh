@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Measure again what is committed under runs/<gpu>: rows, tables, plots and the report. On an H200 it takes about an hour.
+#
+#   scripts/reproduce_runs.sh runs/mine                     all of it
+#   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
+#   RUN=python3 scripts/reproduce_runs.sh runs/mine         in an environment that is already there
+#
+# A step that was interrupted goes on where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+if [ $# -eq 0 ]; then
+    echo "usage: scripts/reproduce_runs.sh FOLDER [STEP …]" >&2
+    exit 2
+fi
+out=$1
+shift
+run=${RUN:-uv run}
+
+pytorch_attention() {
+    $run cs336_systems/bench_pytorch_attention.py --compile --out-dir "$out/pytorch_attention"
+}
+small_card() { # the course's grid on 12 GB
+    $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 --out-dir "$out/pytorch_attention_12gib"
+}
+flash() {
+    $run cs336_systems/bench_flash_vs_pytorch.py --peers --float32-precision highest high \
+        --out-jsonl "$out/flash/metrics.jsonl" --out-md "$out/flash/table.md"
+}
+ladder() {
+    for d in 64 128; do
+        $run cs336_systems/bench_flash_leaderboard.py --d $d \
+            --out-jsonl "$out/leaderboard/metrics.jsonl" --out-md "$out/leaderboard/table.md"
+    done
+}
+tuning() {
+    for d in 64 128; do
+        $run cs336_systems/autotune.py --d $d --out-jsonl "$out/autotune/d$d.jsonl" --out-md "$out/autotune/d$d.md"
+    done
+}
+plots() {
+    $run scripts/plot.py "$out/flash/metrics.jsonl" --out-dir "$out/flash"
+    $run scripts/plot.py "$out/pytorch_attention/metrics.jsonl" --out-dir "$out/pytorch_attention"
+}
+report() {
+    $run scripts/write_report.py "$out"
+}
+
+steps=(pytorch_attention small_card flash ladder tuning plots report)
+for step in "${@:-${steps[@]}}"; do
+    if [[ " ${steps[*]} " != *" $step "* ]]; then
+        echo "no step is called $step; there are: ${steps[*]}" >&2
+        exit 2
+    fi
+    echo "== $step"
+    "$step"
+done
