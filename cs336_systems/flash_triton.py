@@ -5,7 +5,7 @@ kernel. The custom ops are opaque to torch.compile, so a compiled model keeps th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -57,7 +57,7 @@ _change = _as_picked
 
 
 @contextmanager
-def tiles_changed_by(change: Callable[[Tiles], Tiles]) -> Iterator[None]:
+def tiles_changed_by(change: Callable[[Tiles], Tiles]) -> Generator[None]:
     """Launch what goes over tiles of S, in the whole process, with change(tiles) where the tables say `tiles`.
 
     For tests, tuning and benchmarks. The block has to last until the backward is done.
@@ -74,7 +74,7 @@ _launched: list[Any] | None = None
 
 
 @contextmanager
-def launched_kernels() -> Iterator[list[Any]]:
+def launched_kernels() -> Generator[list[Any]]:
     """What Triton compiled for each launch in the block, in order, with its n_regs, n_spills and metadata.shared.
 
     In the interpreter, which compiles nothing, the list stays empty.

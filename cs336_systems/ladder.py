@@ -3,7 +3,7 @@
 From the first kernel on each rung adds one optimisation to the one before, so that the difference is what it is worth.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def _without_skipping(tiles: Tiles) -> Tiles:
 
 def _rung(name: str, function: AttentionFunction, description: str, change: Callable[[Tiles], Tiles]) -> Implementation:
     @contextmanager
-    def context() -> Iterator[None]:
+    def context() -> Generator[None]:
         torch.compiler.reset()
         # The dense backward is compiled for one shape at a time, not generalised over the sizes seen before.
         with tiles_changed_by(change), torch._dynamo.config.patch(automatic_dynamic_shapes=False):

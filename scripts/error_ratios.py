@@ -1,7 +1,7 @@
 """The largest errors seen in the property tests on a GPU, as a Markdown table.
 
-    rm -f runs/error_ratios.jsonl
-    uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [runs/error_ratios.jsonl]
+rm -f runs/error_ratios.jsonl
+uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [runs/error_ratios.jsonl]
 """
 
 import json

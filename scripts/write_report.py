@@ -89,6 +89,11 @@ def median(row: Row) -> float:
     return row.median_ms
 
 
+def ratio(a: Row, b: Row) -> float:
+    """How many times as long a took as b."""
+    return median(a) / median(b)
+
+
 FILTERS: dict[str, Any] = {
     "ms": lambda row: f"{median(row):.3f} ms",
     "gib": lambda mib: f"{mib / 1024:.1f} GiB",
@@ -104,14 +109,8 @@ def render(folder: Path) -> str:
         loader=FileSystemLoader(folder), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )
     environment.filters |= FILTERS
-    environment.globals |= {
-        "rows": rows.rows,
-        "one": rows.one,
-        "table": rows.table,
-        "ladder": rows.ladder,
-        "ratio": lambda a, b: median(a) / median(b),
-    }
-    return environment.get_template(TEMPLATE).render()
+    names = {"rows": rows.rows, "one": rows.one, "table": rows.table, "ladder": rows.ladder, "ratio": ratio}
+    return environment.get_template(TEMPLATE).render(names)
 
 
 def main(config: Config) -> None:

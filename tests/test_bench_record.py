@@ -15,7 +15,7 @@ from .bench_examples import CPU, row
 
 KEYS = [
     "implementation", "pass", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal",
-    "median_ms", "p20_ms", "p80_ms", "tflops", "memory_mib", "predicted_memory_mib", "status", "message",
+    "tflops", "memory_mib", "predicted_memory_mib", "median_ms", "p20_ms", "p80_ms", "status", "message",
     "gpu", "driver", "torch", "triton", "commit", "dirty", "float32_precision", "time", "warmup", "iterations",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ def _refuse(constant):
 
 def test_schema():
     assert list(json.loads(row().to_json())) == KEYS
-    assert list(json.loads(row(variant="tuned").to_json())) == [*KEYS, "variant"]
+    assert json.loads(row(variant="tuned").to_json()).keys() == {*KEYS, "variant"}
     for one in (row(), row(variant="tuned"), row(status="oom", median_ms=None, message="CUDA out of memory")):
         assert Row.from_json(one.to_json()) == one
 

@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -278,7 +278,7 @@ def release_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def float32_precision(precision: str) -> Iterator[None]:
+def float32_precision(precision: str) -> Generator[None]:
     """In the block, float32 matmuls have this precision: "highest" without TF32, "high" with."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

@@ -5,13 +5,13 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args, get_origin
 from uuid import uuid4
 
 import torch
@@ -53,8 +53,71 @@ class Environment:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What any benchmark's row has: how it ended, and where and when. JSON writes the field `pass_` as "pass".
+
+    `warmup` and `iterations` are the passes behind the times; None where nothing was timed, and in older files.
+    """
+
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"warmup", "iterations"})
+    """Keys that a line of JSON may lack."""
+
+    implementation: str
+    pass_: str
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    status: Status
+    message: str | None = None
+    gpu: str
+    driver: str | None
+    torch: str
+    triton: str | None
+    commit: str | None
+    dirty: bool | None
+    float32_precision: str
+    time: str
+    warmup: int | None = None
+    iterations: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What makes two rows the same measurement, one of which replaces the other; commit and time do not."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """One line of strict JSON, what was measured before how it went: a NaN or an infinity becomes null."""
+        common = [field.name for field in fields(Record)]
+        own = [field.name for field in fields(self) if field.name not in common]
+        values = {_to_key(name): _finite(getattr(self, name)) for name in (*common[:2], *own, *common[2:])}
+        return json.dumps(values, allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The row that `to_json` wrote.
+
+        Raises:
+            ValueError: JSON that is not strict or has another schema.
+        """
+        values = json.loads(text, parse_constant=_refuse_constant)
+        if not isinstance(values, dict):
+            raise ValueError(f"a row is a JSON object, not {values!r}")
+        types = {_to_key(field.name): field.type for field in fields(cls)}
+        missing, unknown = types.keys() - cls.OPTIONAL - values.keys(), values.keys() - types.keys()
+        if missing or unknown:
+            raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
+        for key, value in values.items():
+            if not _fits(value, allowed := types[key]):
+                raise ValueError(f"{key} is {value!r}; allowed: {_describe(allowed)}")
+        if values["status"] == "ok" and values["median_ms"] is None:
+            raise ValueError("status is 'ok', but median_ms is null")
+        datetime.fromisoformat(values["time"])
+        return cls(**{_to_field(key): value for key, value in values.items()})
+
+
 class Key(NamedTuple):
-    """What makes two rows the same measurement, one of which replaces the other; commit and time do not."""
+    """The key of a `Row`."""
 
     implementation: str
     pass_: Pass
@@ -71,13 +134,11 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One implementation, shape and pass, measured once. JSON writes `pass_` as "pass", and `variant` only if set.
+class Row(Record):
+    """One attention implementation, shape and pass, measured once. JSON has `variant` only if it is set."""
 
-    `warmup` and `iterations` are the passes behind the times; None where nothing was timed, and in older files.
-    """
+    OPTIONAL = Record.OPTIONAL | {"variant"}
 
-    implementation: str
     pass_: Pass
     batch: int
     heads: int
@@ -86,24 +147,9 @@ class Row:
     d: int
     dtype: str
     causal: bool
-    median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
     tflops: float | None = None
     memory_mib: float | None = None
     predicted_memory_mib: float | None = None
-    status: Status
-    message: str | None = None
-    gpu: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-    float32_precision: str
-    time: str
-    warmup: int | None = None
-    iterations: int | None = None
     variant: str | None = None
 
     @property
@@ -111,32 +157,10 @@ class Row:
         return Key(**{name: getattr(self, name) for name in Key._fields})
 
     def to_json(self) -> str:
-        """One line of strict JSON: a NaN or an infinity becomes null."""
-        values = {_to_key(name): _finite(value) for name, value in asdict(self).items()}
+        values = json.loads(super().to_json())
         if values["variant"] is None:
             del values["variant"]
-        return json.dumps(values, allow_nan=False, ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Row":
-        """The row that `to_json` wrote.
-
-        Raises:
-            ValueError: JSON that is not strict or has another schema.
-        """
-        values = json.loads(text, parse_constant=_refuse_constant)
-        if not isinstance(values, dict):
-            raise ValueError(f"a row is a JSON object, not {values!r}")
-        missing, unknown = _REQUIRED_KEYS - values.keys(), values.keys() - _REQUIRED_KEYS - _OPTIONAL_KEYS
-        if missing or unknown:
-            raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
-        for key, value in values.items():
-            if not _fits(value, allowed := _FIELD_TYPES[_to_field(key)]):
-                raise ValueError(f"{key} is {value!r}; allowed: {_describe(allowed)}")
-        if values["status"] == "ok" and values["median_ms"] is None:
-            raise ValueError("status is 'ok', but median_ms is null")
-        datetime.fromisoformat(values["time"])
-        return cls(**{_to_field(key): value for key, value in values.items()})
+        return json.dumps(values, ensure_ascii=False)
 
 
 def _to_key(field: str) -> str:
@@ -162,33 +186,32 @@ def _describe(allowed: Any) -> str:
     return ", ".join(map(_describe, get_args(allowed))) or getattr(allowed, "__name__", str(allowed))
 
 
-_FIELD_TYPES = {field.name: field.type for field in fields(Row)}
-_OPTIONAL_KEYS = {"warmup", "iterations", "variant"}
-_REQUIRED_KEYS = {_to_key(field.name) for field in fields(Row)} - _OPTIONAL_KEYS
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-class RowFile:
+class RowFile(Generic[AnyRecord]):
     """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
 
     Opening mends a half-written last line, and keeps the last row where a key occurs twice. `fresh` starts with an
-    empty file. Two processes may write to one file: each adds its rows to what is there by then.
+    empty file. `kind` is the class of its rows. Two processes may write to one file: each adds its rows to what is there
+    by then.
 
     Raises:
         RecordError: any other line that is no row; the file stays as it is.
     """
 
-    def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, fresh: bool = False, kind: type[AnyRecord] = Row) -> None:  # ty: ignore[invalid-parameter-default]
+        self.path, self.kind = path, kind
         path.parent.mkdir(parents=True, exist_ok=True)
         before = b"" if fresh or not path.exists() else path.read_bytes()
-        self.rows = _by_key(_parse(path, before))
+        self.rows = _by_key(_parse(path, before, kind))
         if fresh or before != self._content():
             self._rewrite()
 
-    def put(self, row: Row) -> None:
+    def put(self, row: AnyRecord) -> None:
         """Add the row, or let it replace the one with the same key; on disk when this returns."""
         if row.key in self.rows:
-            on_disk = _parse(self.path, self.path.read_bytes()) if self.path.exists() else ()
+            on_disk = _parse(self.path, self.path.read_bytes(), self.kind) if self.path.exists() else ()
             self.rows = _by_key([*self.rows.values(), *on_disk, row])  # another process may have added rows
             self._rewrite()
             return
@@ -210,31 +233,31 @@ class RowFile:
             beside.unlink(missing_ok=True)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, kind: type[AnyRecord] = Row) -> list[AnyRecord]:  # ty: ignore[invalid-parameter-default]
     """The rows of a JSONL file, the last one per key, the file left alone.
 
     Raises:
         RecordError: a line that is no row, but for a half-written last one.
     """
-    return list(_by_key(_parse(path, path.read_bytes())).values())
+    return list(_by_key(_parse(path, path.read_bytes(), kind)).values())
 
 
-def _by_key(rows: Iterable[Row]) -> dict[Key, Row]:
+def _by_key(rows: Iterable[AnyRecord]) -> dict[Hashable, AnyRecord]:
     """The last row of each key, standing where it was written."""
-    found: dict[Key, Row] = {}
+    found: dict[Hashable, AnyRecord] = {}
     for row in rows:
         found.pop(row.key, None)
         found[row.key] = row
     return found
 
 
-def _parse(path: Path, content: bytes) -> Iterator[Row]:
+def _parse(path: Path, content: bytes, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
     *lines, unfinished = content.split(b"\n")
     for number, line in enumerate([*lines, unfinished], start=1):
         if not line.strip():
             continue
         try:
-            yield Row.from_json(line)
+            yield kind.from_json(line)
         except ValueError as error:
             begun = line.startswith(HALF_WRITTEN_ROW) or HALF_WRITTEN_ROW.startswith(line)
             if number > len(lines) and begun and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):

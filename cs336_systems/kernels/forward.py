@@ -1,7 +1,7 @@
 """Algorithm 1 of FlashAttention-2: the forward pass, one program for each query tile of each head.
 
-Line numbers are the handout's (see `flash_pytorch`). Exponentials and logarithms are in base 2 for 16-bit inputs (see `primitives.to_base`): m is then log2(e) times the
-paper's, and L is turned back to the natural logarithm.
+Line numbers are the handout's (see `flash_pytorch`). Exponentials and logarithms are in base 2 for 16-bit inputs (see
+`primitives.to_base`): m is then log2(e) times the handout's, and L is turned back to the natural logarithm.
 """
 
 import triton
