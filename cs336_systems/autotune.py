@@ -28,7 +28,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import run_script
 from cs336_systems.bench.measure import Duration
 from cs336_systems.bench.record import read_rows
-from cs336_systems.bench.tuning import Search, print_rankings
+from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
 from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
 from cs336_systems.kernels.tiles import user_table_path
 from cs336_systems.tile_search import Tables, TileBench, compiled_ahead, rankings, row_name
@@ -112,7 +112,7 @@ def main(config: Config) -> None:
 
     kernels = tuple(dict.fromkeys(config.kernels))
     tables, bench = Tables.at(shape, device), TileBench(shape, device, ATTENTION["naive"].function)
-    recorded = read_rows(config.out_jsonl) if config.out_jsonl.exists() and not config.fresh else []
+    recorded = read_rows(config.out_jsonl, TrialRow) if config.out_jsonl.exists() and not config.fresh else []
     trials = bench.trials(tables, kernels, recorded, config.quick)
     jobs = min(os.cpu_count() or 1, MOST_JOBS) if config.jobs is None else config.jobs
     search = Search(

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cs336_systems import flash_triton
 from cs336_systems.bench.accuracy import WrongResultError, attention_and_gradients, error_budget, max_error
-from cs336_systems.bench.record import Environment, Row
+from cs336_systems.bench.record import Environment
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import Measured
-from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, failed, ranked, ranking
+from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, TrialRow, failed, ranked, ranking
 from cs336_systems.bench.workers import done_apart
 from cs336_systems.bench.workload import AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction
@@ -56,8 +56,8 @@ CANDIDATE_METHOD = (
     "accumulators take half of them; and what the tables have."
 )
 CHECK_METHOD = (
-    f"Each was first found right at {CHECK_LENGTHS[0]} queries and {CHECK_LENGTHS[1]} keys, within twice the error "
-    "that dense attention has against float64."
+    f"Each was first found right at some {CHECK_LENGTHS[0]} queries and {CHECK_LENGTHS[1]} keys, within twice the "
+    "error that dense attention has against float64."
 )
 FLOPS_METHOD = (
     "FLOPs: those of the matrix products that the kernel does, 2·B·H·n_queries·n_keys·d each, halved when causal: two "
@@ -253,7 +253,7 @@ class Tables:
             return interpreted_candidates(kernel, quick)
         return candidates(kernel, shape, self.gpu, [*map(tile_from_text, self.marks(kernel))], quick)
 
-    def write(self, path: Path, shape: AttentionShape, kernels: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    def write(self, path: Path, shape: AttentionShape, kernels: Sequence[str], rows: Sequence[TrialRow]) -> list[str]:
         """Put the fastest tile of each kernel into the user's table, where it is not in force already.
 
         Returns:
@@ -282,13 +282,13 @@ def row_name(kernel: str) -> str:
     return f"flash_triton.{kernel}"
 
 
-def rows_of(kernel: str, rows: Sequence[Row]) -> list[Row]:
+def rows_of(kernel: str, rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Those of the rows that are the kernel's."""
     return [row for row in rows if row.implementation == row_name(kernel)]
 
 
 def rankings(
-    rows: Sequence[Row],
+    rows: Sequence[TrialRow],
     kernels: Sequence[str],
     tables: Tables,
     shape: AttentionShape,
@@ -343,7 +343,7 @@ class TileBench:
     device: torch.device
     reference: AttentionFunction
 
-    def trials(self, tables: Tables, kernels: Sequence[str], recorded: Sequence[Row], quick: bool) -> Trials:
+    def trials(self, tables: Tables, kernels: Sequence[str], recorded: Sequence[TrialRow], quick: bool) -> Trials:
         """The candidates of each kernel, and what there are times of from an earlier run at this shape."""
         environment = Environment.capture(self.device)
         return {
@@ -357,7 +357,7 @@ class TileBench:
             )
         }
 
-    def is_of(self, row: Row, kernel: str, environment: Environment) -> bool:
+    def is_of(self, row: TrialRow, kernel: str, environment: Environment) -> bool:
         """Whether the row holds a time of the kernel at this shape on this device."""
         shape: dict[str, object] = asdict(self.shape) | {"dtype": self.shape.dtype_name}
         here = {"gpu": environment.gpu, "float32_precision": environment.float32_precision}
@@ -380,11 +380,15 @@ class TileBench:
         """Run the kernel once at the shape that is timed."""
         return TUNED[kernel].launch(self.timed_operands, tile)
 
-    def resources(self, kernel: str, tile: Tile) -> Resources | None:
-        """What Triton made of it; None in the interpreter."""
+    def resources(self, kernel: str, tile: Tile) -> Resources:
+        """What Triton made of the kernel; nothing in the interpreter."""
         with flash_triton.launched_kernels() as compiled:
             self.launch(kernel, tile)
-        return Resources(compiled[-1].n_regs, compiled[-1].n_spills, compiled[-1].metadata.shared) if compiled else None
+        return (
+            Resources(compiled[-1].n_regs, compiled[-1].n_spills, compiled[-1].metadata.shared)
+            if compiled
+            else Resources()
+        )
 
     def check(self, kernel: str, tile: Tile) -> None:
         """Compare the kernel's outputs with dense attention's at CHECK_LENGTHS.

@@ -3,7 +3,6 @@
 What a variant is does not matter here: a `Trial` brings its own check, run and name.
 """
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -35,20 +34,24 @@ FINAL_METHOD = (
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes. A row has no keys for it: it is the row's message, in this one form."""
+    """What a compiled kernel takes; None where nothing is compiled, as in the interpreter."""
 
-    registers: int  # per thread
-    spills: int  # registers per thread that are kept in memory instead
-    shared_memory: int  # bytes per program
-
-    def __str__(self) -> str:
-        return f"{self.registers} registers, {self.spills} spills, {self.shared_memory} bytes of shared memory"
+    registers: int | None = None  # per thread
+    spills: int | None = None  # registers per thread that are kept in memory instead
+    shared_memory: int | None = None  # bytes per program
 
     @classmethod
-    def of(cls, row: Row) -> "Resources | None":
-        """What the row says; None where it says something else, or nothing, as in the interpreter."""
-        match = re.fullmatch(r"(\d+) registers, (\d+) spills, (\d+) bytes of shared memory", row.message or "")
-        return cls(*map(int, match.groups())) if match else None
+    def of(cls, row: "TrialRow") -> "Resources":
+        return cls(row.registers, row.spills, row.shared_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow(Row):
+    """One variant of a kernel, measured once, with its `Resources`."""
+
+    registers: int | None = None
+    spills: int | None = None
+    shared_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Trial:
     flops: float
     check: Callable[[], None]  # raises where the results are wrong
     run: Callable[[], object]  # what is timed
-    resources: Callable[[], Resources | None]  # of what runs
+    resources: Callable[[], Resources]  # of what runs
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.variant}"
@@ -82,7 +85,7 @@ class Search:
     marked: Collection[tuple[str, str]] = ()  # kernel and variant of those that are finalists whatever their time
     prepare: Prepare | None = None
 
-    def run(self, path: Path, fresh: bool, console: Console) -> list[Row]:
+    def run(self, path: Path, fresh: bool, console: Console) -> list[TrialRow]:
         """Measure what `path` does not hold yet.
 
         Args:
@@ -98,7 +101,7 @@ class Search:
             DeviceLostError: the GPU failed for good; the row is recorded.
             SweepInterrupted: Ctrl-C.
         """
-        run = _Run(self, RowFile(path, fresh), Environment.capture(self.device), console)
+        run = _Run(self, RowFile(path, fresh, TrialRow), Environment.capture(self.device), console)
         try:
             run.measure_missing()
         except KeyboardInterrupt as interrupt:
@@ -112,7 +115,7 @@ class Search:
 @dataclass(frozen=True)
 class _Run:
     search: Search
-    file: RowFile
+    file: RowFile[TrialRow]
     environment: Environment
     console: Console
 
@@ -128,7 +131,7 @@ class _Run:
         todo.sort(key=lambda trial: self.row(trial) is not None)
         start = time.monotonic()
         for done, trial in enumerate(todo, start=1):
-            self.record(trial, self.measured(trial))
+            self.record(trial, *self.measured(trial))
             left = (time.monotonic() - start) / done * (len(todo) - done)
             self.say(f"[{done}/{len(todo)}, {left:.0f} s left] {trial}: {_result(self.row(trial))}")
         for kernel in dict.fromkeys(trial.kernel for trial in todo):
@@ -154,18 +157,17 @@ class _Run:
             self.say(f"{len(todo) - n_prepared} could not be compiled beforehand; they are when they are timed.")
         return [trial for trial in todo if trial not in hopeless]
 
-    def measured(self, trial: Trial) -> Measured:
+    def measured(self, trial: Trial) -> tuple[Measured, Resources]:
         try:
             trial.check()
             timing = time_call(trial.run, self.search.device, self.search.budget)
-            resources = trial.resources()
+            return self.ok(trial, timing), trial.resources()
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold tensors.
-            return failed(error)
-        return self.ok(trial, timing, None if resources is None else str(resources))
+            return failed(error), Resources()
 
-    def ok(self, trial: Trial, timing: Timing, message: str | None) -> Measured:
-        return Measured("ok", message, timing=timing, tflops=trial.flops / timing.median_ms / 1e9)
+    def ok(self, trial: Trial, timing: Timing) -> Measured:
+        return Measured("ok", timing=timing, tflops=trial.flops / timing.median_ms / 1e9)
 
     def finalists(self, kernel: str) -> list[Trial]:
         """The kernel's fastest trials and the marked ones."""
@@ -190,9 +192,9 @@ class _Run:
         for trial, rounds in timings.items():
             row = self.row(trial)
             assert row is not None
-            self.record(trial, failures.get(trial) or self.ok(trial, _median_of(rounds), row.message))
+            self.record(trial, failures.get(trial) or self.ok(trial, _median_of(rounds)), Resources.of(row))
 
-    def record(self, trial: Trial, measured: Measured) -> None:
+    def record(self, trial: Trial, measured: Measured, resources: Resources = Resources()) -> None:
         """Put the trial's row into the file.
 
         Raises:
@@ -206,9 +208,10 @@ class _Run:
             measured = Measured("error", measured.message).noting(lost)
         timing = measured.timing
         self.file.put(
-            Row(
+            TrialRow(
                 **self.key(trial)._asdict() | asdict(self.environment),
                 **asdict(timing) | {"warmup": self.search.budget.warmup_passes()} if timing else {},
+                **asdict(resources),
                 tflops=measured.tflops,
                 status=measured.status,
                 message=measured.message,
@@ -229,7 +232,7 @@ class _Run:
             variant=trial.variant,
         )
 
-    def row(self, trial: Trial) -> Row | None:
+    def row(self, trial: Trial) -> TrialRow | None:
         return self.file.rows.get(self.key(trial))
 
     def say(self, line: str) -> None:
@@ -244,13 +247,13 @@ def failed(error: BaseException) -> Measured:
     return Measured(status, message)
 
 
-def ranked(rows: Collection[Row]) -> list[Row]:
+def ranked(rows: Collection[TrialRow]) -> list[TrialRow]:
     """Those that were timed, the fastest first."""
     return sorted((row for row in rows if row.median_ms is not None), key=lambda row: row.median_ms or 0.0)
 
 
 def ranking(
-    rows: Sequence[Row], title: str, marks: Mapping[str, str], method: Sequence[str], shown: int | None = None
+    rows: Sequence[TrialRow], title: str, marks: Mapping[str, str], method: Sequence[str], shown: int | None = None
 ) -> Table:
     """One kernel's variants, the fastest first, then those that failed; what failed says why under the table.
 
@@ -289,20 +292,25 @@ def print_rankings(tables: Sequence[Table], console: Console) -> None:
         said.update(table.notes)
 
 
-def _cells(row: Row, best: Row | None, marks: Mapping[str, str]) -> list[str]:
+def _cells(row: TrialRow, best: TrialRow | None, marks: Mapping[str, str]) -> list[str]:
     """What stands in the row's line, but for its rank."""
-    variant, resources = row.variant or "-", Resources.of(row)
+    variant = row.variant or "-"
     over = "-"
     if best and best.median_ms and row.median_ms:
         over = f"+{100 * (row.median_ms / best.median_ms - 1):.1f} %"
     mark = marks.get(variant, "")
     if mark and best:
         mark += ", the best" if row is best else f", {over} over the best"
-    taken = ["-"] * 3
-    if resources:
-        taken = [str(resources.registers), str(resources.spills), f"{resources.shared_memory / KIB:.1f}"]
+    taken = [row.registers, row.spills, None if row.shared_memory is None else f"{row.shared_memory / KIB:.1f}"]
     time = row.status if row.median_ms is None else f"{row.median_ms:.3f}"
-    return [variant, time, over, "-" if row.tflops is None else f"{row.tflops:.3g}", *taken, mark]
+    return [
+        variant,
+        time,
+        over,
+        "-" if row.tflops is None else f"{row.tflops:.3g}",
+        *("-" if figure is None else str(figure) for figure in taken),
+        mark,
+    ]
 
 
 def _median_of(rounds: Sequence[Timing]) -> Timing:
@@ -315,7 +323,7 @@ def _median_of(rounds: Sequence[Timing]) -> Timing:
     )
 
 
-def _result(row: Row | None) -> str:
+def _result(row: TrialRow | None) -> str:
     if row is None or row.median_ms is None:
         return f"{row.status} ({row.message})" if row else "-"
     return f"{row.median_ms:.3f} ms"
