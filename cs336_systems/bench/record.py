@@ -193,8 +193,8 @@ class RowFile(Generic[AnyRecord]):
     """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
 
     Opening mends a half-written last line, and keeps the last row where a key occurs twice. `fresh` starts with an
-    empty file. `kind` is the class of its rows. Two processes may write to one file: each adds its rows to what is there
-    by then.
+    empty file. `kind` is the class of the rows. Two processes may write to one file: each adds its rows to what is
+    there by then.
 
     Raises:
         RecordError: any other line that is no row; the file stays as it is.
