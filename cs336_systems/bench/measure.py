@@ -262,6 +262,24 @@ def _memory_on_cpu(function: AttentionFunction, shape: AttentionShape, device: t
 _MEMORY_READERS = {"cuda": _memory_on_gpu, "cpu": _memory_on_cpu}
 
 
+@dataclass
+class Peak:
+    """The most bytes that were allocated at once; None on a CPU, whose allocator keeps no count."""
+
+    bytes: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Generator[Peak]:
+    """The peak of what is allocated in the block, with what was there before; read when the block ends."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+
+
 def release_memory(device: torch.device) -> int:
     """Give back what the last measurement left, and return the bytes that are still allocated (0 on a CPU).
 

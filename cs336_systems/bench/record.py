@@ -62,6 +62,8 @@ class Record:
 
     OPTIONAL: ClassVar[frozenset[str]] = frozenset({"warmup", "iterations"})
     """Keys that a line of JSON may lack."""
+    MEASURED: ClassVar[frozenset[str]] = frozenset({"median_ms", "p20_ms", "p80_ms", "warmup", "iterations"})
+    """Fields that are None where nothing was timed."""
 
     implementation: str
     pass_: str
@@ -138,6 +140,7 @@ class Row(Record):
     """One attention implementation, shape and pass, measured once. JSON has `variant` only if it is set."""
 
     OPTIONAL = Record.OPTIONAL | {"variant"}
+    MEASURED = Record.MEASURED | {"tflops"}
 
     pass_: Pass
     batch: int

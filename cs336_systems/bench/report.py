@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from cs336_systems.bench.record import Row
+from cs336_systems.bench.record import AnyRecord, Record, Row
 from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
@@ -108,8 +108,8 @@ def comparison(
 
 
 def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str]) -> list[str]:
-    notes = [_constants(rows, varying), _passes(rows), *method, _spread(rows), _apart(rows)]
-    return [note for note in (*notes, *_messages(rows), *_environments(rows)) if note]
+    notes = [_constants(rows, varying), passes(rows), *method, spread(rows), _apart(rows)]
+    return [note for note in (*notes, *messages(rows, _place), *environments(rows)) if note]
 
 
 def comparisons(
@@ -206,7 +206,7 @@ def _constants(rows: Sequence[Row], varying: Collection[str]) -> str:
     return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for row in rows[:1] for name in constants)
 
 
-def _passes(rows: Sequence[Row]) -> str:
+def passes(rows: Sequence[Row]) -> str:
     """How many passes the times come of; a sweep that went on with other numbers has rows of each."""
     timed = [row for row in rows if row.median_ms is not None]
     counts = Counter((row.iterations, row.warmup) for row in timed if row.warmup is not None or row.iterations is None)
@@ -223,7 +223,7 @@ def _passes(rows: Sequence[Row]) -> str:
     return f"Times are the median of {', '.join(texts)}." if texts else ""
 
 
-def _spread(rows: Sequence[Row]) -> str:
+def spread(rows: Sequence[Row]) -> str:
     """How far the times can be trusted: throttling clocks or a busy machine show here."""
     spreads = sorted(
         100 * (row.p80_ms - row.p20_ms) / row.median_ms
@@ -272,19 +272,22 @@ def _seconds(row: Row) -> float:
     return datetime.fromisoformat(row.time).timestamp()
 
 
-def _messages(rows: Sequence[Row]) -> list[str]:
+def messages(rows: Sequence[AnyRecord], where: Callable[[AnyRecord], str]) -> list[str]:
     """What rows have to say, each text once with where it was said."""
     places: dict[str, list[str]] = {}
     for row in rows:
         if row.message:
-            where = ", ".join(f"{name} {_LINE_KEYS[name](row)}" for name in _ALWAYS)
-            places.setdefault(f"{row.implementation}, {row.status}: {row.message}", []).append(where)
+            places.setdefault(f"{row.implementation}, {row.status}: {row.message}", []).append(where(row))
     return [
-        f"{text} ({where[0]}{f', and {len(where) - 1} more' if where[1:] else ''})" for text, where in places.items()
+        f"{text} ({found[0]}{f', and {len(found) - 1} more' if found[1:] else ''})" for text, found in places.items()
     ]
 
 
-def _environments(rows: Sequence[Row]) -> list[str]:
+def _place(row: Row) -> str:
+    return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for name in _ALWAYS)
+
+
+def environments(rows: Sequence[Record]) -> list[str]:
     """One line for each environment in which rows were measured: a sweep that went on later may have had several."""
     lines = (
         f"Measured on {row.gpu}, driver {row.driver or 'none'}, torch {row.torch}, triton {row.triton or 'none'}, "

@@ -1,11 +1,11 @@
 """A grid of shapes x implementations x passes, measured into a JSONL file that a later run continues."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -24,7 +24,7 @@ from cs336_systems.bench.measure import (
     release_memory,
     time_pass,
 )
-from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
+from cs336_systems.bench.record import AnyRecord, Environment, Key, Record, Row, RowFile, Status, now
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction, Implementation
 
@@ -112,51 +112,25 @@ class Sweep:
         environment = Environment.capture(self.device)
         file = RowFile(path, fresh)
         keys = {case: self._key(case, environment) for case in self.cases}
-        try:
-            self._measure_missing(file, keys, environment, console or Console())
-        except KeyboardInterrupt as interrupt:
-            held = sum(key in file.rows for key in keys.values())
-            again = f"start again{' without --fresh' if fresh else ''} to go on"
-            raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {path}; {again}") from interrupt
-        return [file.rows[key] for key in keys.values()]
-
-    def _measure_missing(
-        self, file: RowFile, keys: dict[Case, Key], environment: Environment, console: Console
-    ) -> None:
-        """Measure each case whose row in `file` is missing or not final, and put its row there."""
-        path = file.path
-        todo = [case for case, key in keys.items() if not self._is_final(file.rows.get(key))]
-        if len(todo) < len(keys):
-            kept = f"{path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
-            console.print(kept, markup=False, highlight=False, soft_wrap=True)
-
         checked: set[tuple[object, ...]] = set()
-        baseline = release_memory(self.device)
-        with _progress(console) as progress:
-            task, start, done = progress.add_task("", total=len(todo)), time.monotonic(), 0
-            for (implementation, shape), group in groupby(todo, key=lambda case: (case.implementation, case.shape)):
-                cases = list(group)
-                progress.update(task, description=str(cases[0]))
-                with implementation.context():
-                    found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
-                last = cases[-1].pass_
-                found[last], lost = self._release(baseline, found[last])
-                for case in cases:
-                    row = self._row(case, environment, found[case.pass_])
-                    file.put(row)
-                    done += 1
-                    left = (time.monotonic() - start) / done * (len(todo) - done)
-                    line = f"[{done}/{len(todo)}, {left:.0f} s left] {case}: {_result(row)}"
-                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-                progress.advance(task, len(cases))
-                if lost:
-                    raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {path}")
 
-    def _is_final(self, row: Row | None) -> bool:
-        """Whether the row need not be measured again; one of fewer passes than are now asked for has to be."""
-        if row is None or row.status not in FINAL_STATUSES:
-            return False
-        return self.budget.is_met_by(row.iterations)
+        def measure(cases: Sequence[Case]) -> list[Row]:
+            implementation, shape = cases[0].implementation, cases[0].shape
+            with implementation.context():
+                found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
+            return [self._row(case, environment, found[case.pass_]) for case in cases]
+
+        fill(
+            file,
+            keys,
+            lambda row: row.status in FINAL_STATUSES and self.budget.is_met_by(row.iterations),
+            lambda case: (case.implementation, case.shape),
+            measure,
+            self.device,
+            console or Console(),
+            fresh,
+        )
+        return [file.rows[key] for key in keys.values()]
 
     def _key(self, case: Case, environment: Environment) -> Key:
         shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
@@ -225,18 +199,91 @@ class Sweep:
         tflops = shape.flops(pass_) / timing.median_ms / 1e9
         return Measured("ok", watch.note, memory_mib, timing, tflops)
 
-    def _release(self, baseline: int, last: Measured) -> tuple[Measured, str | None]:
-        """Bring memory back to `baseline` before the next row.
 
-        Returns:
-            `last`, with a note where that failed; and what happened where the GPU can no longer be used at all.
-        """
-        try:
-            held = release_memory(self.device) - baseline
-        except RuntimeError as error:
-            lost = f"the GPU failed for good: {_first_line(error)}"
-            return Measured("error", last.message).noting(lost), lost
-        return last.noting(f"{held / MIB:.1f} MiB stayed allocated after it") if held > MIB else last, None
+AnyCase = TypeVar("AnyCase", bound=Hashable)
+
+
+def fill(
+    file: RowFile[AnyRecord],
+    keys: Mapping[AnyCase, Hashable],
+    is_final: Callable[[AnyRecord], bool],
+    group_of: Callable[[AnyCase], object],
+    measure: Callable[[Sequence[AnyCase]], list[AnyRecord]],
+    device: torch.device,
+    console: Console,
+    fresh: bool,
+) -> None:
+    """Measure each case whose row in `file` is missing or not final, and put its row there.
+
+    Args:
+        keys: the cases in the order in which they are measured, and the keys of their rows.
+        group_of: cases one after another with the same group are measured together.
+        measure: cases of one group -> their rows.
+        fresh: what `file` was opened with.
+
+    Raises:
+        DeviceLostError: the GPU failed for good; the row is recorded.
+        SweepInterrupted: Ctrl-C.
+    """
+    try:
+        _fill(file, keys, is_final, group_of, measure, device, console)
+    except KeyboardInterrupt as interrupt:
+        held = sum(key in file.rows for key in keys.values())
+        again = f"start again{' without --fresh' if fresh else ''} to go on"
+        raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {file.path}; {again}") from interrupt
+
+
+def _fill(
+    file: RowFile[AnyRecord],
+    keys: Mapping[AnyCase, Hashable],
+    is_final: Callable[[AnyRecord], bool],
+    group_of: Callable[[AnyCase], object],
+    measure: Callable[[Sequence[AnyCase]], list[AnyRecord]],
+    device: torch.device,
+    console: Console,
+) -> None:
+    todo = [case for case, key in keys.items() if (row := file.rows.get(key)) is None or not is_final(row)]
+    if len(todo) < len(keys):
+        kept = f"{file.path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
+        console.print(kept, markup=False, highlight=False, soft_wrap=True)
+
+    baseline = release_memory(device)
+    with _progress(console) as progress:
+        task, start, done = progress.add_task("", total=len(todo)), time.monotonic(), 0
+        for _, group in groupby(todo, key=group_of):
+            cases = list(group)
+            progress.update(task, description=str(cases[0]))
+            rows = measure(cases)
+            rows[-1], lost = _release(device, baseline, rows[-1])
+            for case, row in zip(cases, rows, strict=True):
+                file.put(row)
+                done += 1
+                left = (time.monotonic() - start) / done * (len(todo) - done)
+                line = f"[{done}/{len(todo)}, {left:.0f} s left] {case}: {_result(row)}"
+                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            progress.advance(task, len(cases))
+            if lost:
+                raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {file.path}")
+
+
+def _release(device: torch.device, baseline: int, last: AnyRecord) -> tuple[AnyRecord, str | None]:
+    """Bring memory back to `baseline` before the next row.
+
+    Returns:
+        The last row, with a note where that failed; and what happened where the GPU can no longer be used at all.
+    """
+
+    def noting(note: str) -> str:
+        return f"{last.message}; {note}" if last.message else note
+
+    try:
+        held = release_memory(device) - baseline
+    except RuntimeError as error:
+        lost = f"the GPU failed for good: {_first_line(error)}"
+        return replace(last, status="error", message=noting(lost), **dict.fromkeys(last.MEASURED)), lost
+    if held > MIB:
+        return replace(last, message=noting(f"{held / MIB:.1f} MiB stayed allocated after it")), None
+    return last, None
 
 
 def classify(error: BaseException) -> tuple[Status, str]:
@@ -264,7 +311,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _result(row: Row) -> str:
+def _result(row: Record) -> str:
     result = f"{row.median_ms:.3f} ms" if row.median_ms is not None else row.status
     return f"{result} ({row.message})" if row.message else result
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
 from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
-from cs336_systems.bench.report import Table, _environments, _passes, _spread
+from cs336_systems.bench.report import Table, environments, passes, spread
 from cs336_systems.bench.sweep import DeviceLostError, Measured, SweepInterrupted, classify
 from cs336_systems.bench.workload import AttentionShape, Pass
 
@@ -276,10 +276,10 @@ def ranking(
     notes = [
         f"{left_out} more that are slower are left out here." if left_out else "",
         *method,
-        _passes(rows),
-        _spread(rows),
+        passes(rows),
+        spread(rows),
         *(f"{row.variant}, {row.status}: {row.message}" for row in untimed),
-        *_environments(rows),
+        *environments(rows),
     ]
     return Table(title, headers, lines, [note for note in notes if note])
 

@@ -1,0 +1,163 @@
+"""Models x attentions x passes, measured into a JSONL file that a later run continues."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from cs336_systems.bench.accuracy import require_correct
+from cs336_systems.bench.compilation import CompileWatch, watched
+from cs336_systems.bench.measure import Passes, peak_memory
+from cs336_systems.bench.model import ModelKey, ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
+from cs336_systems.bench.record import Environment, RowFile, Status, now
+from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill
+from cs336_systems.bench.workload import MIB, AttentionShape
+from cs336_systems.implementation import AttentionFunction, Implementation
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One row to be measured."""
+
+    implementation: Implementation
+    workload: ModelWorkload
+    pass_: ModelPass
+
+    def __str__(self) -> str:
+        w = self.workload
+        return f"{w.size.name}, context {w.context_length}, {w.dtype_name}, {self.implementation.name} {self.pass_}"
+
+
+@dataclass(frozen=True)
+class ModelSweep:
+    """What to measure.
+
+    Attributes:
+        reference: the plain attention that each implementation has to agree with first.
+        compiled: whether the model goes through torch.compile, in one graph.
+        ceiling: TFLOP/s of a large matmul in the workloads' dtype, to which utilisation relates.
+        ranged: makes the context that names a part of a pass for a profiler.
+    """
+
+    implementations: Sequence[Implementation]
+    workloads: Sequence[ModelWorkload]
+    passes: Sequence[ModelPass]
+    recipe: Recipe
+    reference: AttentionFunction
+    device: torch.device
+    budget: Passes
+    compiled: bool
+    ceiling: float
+    ranged: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
+
+    @property
+    def cases(self) -> list[ModelCase]:
+        """Implementations next to one another, so that drifting clocks meet them alike."""
+        return [ModelCase(i, w, p) for w in self.workloads for i in self.implementations for p in self.passes]
+
+    def run(self, path: Path, fresh: bool, console: Console) -> list[ModelRow]:
+        """Measure what `path` does not hold yet; arguments, result and errors are those of `bench.sweep.Sweep.run`."""
+        environment = Environment.capture(self.device)
+        file = RowFile(path, fresh, ModelRow)
+        keys = {case: self._key(case, environment) for case in self.cases}
+        fill(
+            file,
+            keys,
+            lambda row: row.status in FINAL_STATUSES and self.budget.is_met_by(row.iterations),
+            lambda case: (case.implementation, case.workload),
+            lambda cases: self._measure(cases, environment),
+            self.device,
+            console,
+            fresh,
+        )
+        return [file.rows[key] for key in keys.values()]
+
+    def _key(self, case: ModelCase, environment: Environment) -> ModelKey:
+        workload = case.workload
+        return ModelKey(
+            implementation=case.implementation.name,
+            pass_=case.pass_,
+            model_size=workload.size.name,
+            context_length=workload.context_length,
+            batch=workload.batch,
+            dtype=workload.dtype_name,
+            compiled=self.compiled,
+            gpu=environment.gpu,
+            float32_precision=environment.float32_precision,
+        )
+
+    def _row(
+        self, case: ModelCase, environment: Environment, status: Status, message: str | None, **measured
+    ) -> ModelRow:
+        return ModelRow(
+            **self._key(case, environment)._asdict() | asdict(environment),
+            parameters=case.workload.size.parameters,
+            status=status,
+            message=message,
+            time=now(),
+            **measured,
+        )
+
+    def _measure(self, cases: Sequence[ModelCase], environment: Environment) -> list[ModelRow]:
+        """The rows of one model's passes: a failure while one is timed is that pass's, any other all passes'."""
+        implementation, workload = cases[0].implementation, cases[0].workload
+        if reason := implementation.unsupported_reason(self.device, workload.dtype, workload.size.d_head):
+            return [self._row(case, environment, "unsupported", reason) for case in cases]
+        try:
+            with implementation.context():
+                shape = AttentionShape(1, workload.size.num_heads, 1, 1, workload.size.d_head, workload.dtype, True)
+                with watched(implementation.compiled):
+                    require_correct(implementation.function, self.reference, shape, self.device)
+                model = self.recipe.make_model(workload, implementation.function, self.device)
+                called = torch.compile(model, fullgraph=True) if self.compiled else model
+                with watched(self.compiled) as watch:
+                    return [self._time(case, called, list(model.parameters()), watch, environment) for case in cases]
+        except Exception as error:
+            # Only texts leave this block: the exception holds the frames, and they hold the model.
+            status, message = classify(error)
+            return [self._row(case, environment, status, message) for case in cases]
+
+    def _time(
+        self,
+        case: ModelCase,
+        model: Callable[[Tensor], Tensor],
+        parameters: list[nn.Parameter],
+        watch: CompileWatch,
+        environment: Environment,
+    ) -> ModelRow:
+        workload = case.workload
+        try:
+            run = model_pass(model, parameters, self.recipe, workload, case.pass_, self.device, self.ranged)
+            run()
+            watch.warm()
+            with peak_memory(self.device) as peak:
+                times = torch.tensor(self.budget.times(run, self.device), dtype=torch.float64)
+            watch.check_no_recompile()
+        except Exception as error:
+            return self._row(case, environment, *classify(error))
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        median, p20, p80 = times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+        tflops = workload.flops(case.pass_) / median / 1e9
+        return self._row(
+            case,
+            environment,
+            "ok",
+            watch.note,
+            mean_ms=times.mean().item(),
+            std_ms=times.std(correction=0).item(),
+            median_ms=median,
+            p20_ms=p20,
+            p80_ms=p80,
+            tokens_per_second=1e3 * workload.tokens / median,
+            peak_memory_mib=None if peak.bytes is None else peak.bytes / MIB,
+            tflops=tflops,
+            utilisation=tflops / self.ceiling,
+            warmup=self.budget.warmup,
+            iterations=len(times),
+        )

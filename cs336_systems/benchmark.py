@@ -1,0 +1,190 @@
+"""The whole Transformer: forward, backward and training step, by size, context length and attention.
+
+    uv run cs336_systems/benchmark.py --model-size small --context-length 512
+    uv run cs336_systems/benchmark.py --sweep --sweep-contexts 128 512 1024 --attention naive flash_triton --amp bf16
+    uv run cs336_systems/benchmark.py --sweep --compile --write-md
+
+Rows go to --out-jsonl, and with --write-md a table to --out-md; started again it goes on where it stopped (--fresh
+starts over). --nvtx names forward, loss, backward and optimizer for Nsight Systems (scripts/profile_nsys.sh);
+--memory-snapshot writes a file for pytorch.org/memory_viz. Without a GPU it takes a single step on the CPU.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.nn_utils import clip_gradient, cross_entropy
+from cs336_basics.optimizer import AdamW
+from cs336_systems.attention import ATTENTION
+from cs336_systems.bench.ceiling import measure_ceiling
+from cs336_systems.bench.entry import device_named, run_script
+from cs336_systems.bench.measure import Passes, float32_precision
+from cs336_systems.bench.model import (
+    FLOPS_METHOD,
+    MODEL_PASSES,
+    PASSES_METHOD,
+    SIZES,
+    VOCABULARY,
+    ModelPass,
+    ModelRow,
+    ModelWorkload,
+    Recipe,
+)
+from cs336_systems.bench.model_report import model_tables
+from cs336_systems.bench.model_sweep import ModelSweep
+from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.workload import require_at_least
+from cs336_systems.implementation import AttentionFunction
+
+STEPS = {"cuda": Passes(warmup=5, iterations=10), "cpu": Passes(warmup=0, iterations=1)}
+TITLES = {"cuda": "Transformer", "cpu": "Transformer on a CPU, few steps (no GPU)"}
+MAX_GRADIENT_NORM = 1.0
+STEP_METHOD = f"The optimizer's step: gradients clipped to norm {MAX_GRADIENT_NORM:g}, AdamW in float32."
+PEAK_METHOD = "Peak memory: the most that PyTorch's allocator had given out during the timed passes."
+
+
+@dataclass(frozen=True)
+class Config:
+    """The command line. What is None depends on the machine."""
+
+    model_size: tuple[Literal["small", "medium", "large", "xl", "2.7b"], ...] = ("small",)
+    """Sizes of the model."""
+    sweep: bool = False
+    """All five sizes."""
+    context_length: int = 128
+    """Tokens in a sequence."""
+    sweep_contexts: tuple[int, ...] = ()
+    """Several context lengths, in place of --context-length."""
+    batch: int = 4
+    """Sequences in a batch."""
+    attention: tuple[str, ...] = ("naive",)
+    """Attention functions, by their names in cs336_systems.attention."""
+    passes: tuple[Literal["forward", "forward_backward", "training_step"], ...] = MODEL_PASSES
+    """What is timed."""
+    compile: bool = False
+    """torch.compile the model, in one graph."""
+    amp: Literal["bf16"] | None = None
+    """Run under autocast to bfloat16."""
+    float32_precision: Literal["highest", "high"] = "highest"
+    """How float32 is multiplied: "highest" has no TF32, "high" has."""
+    warmup: int | None = None
+    """Passes before those that are timed; by default 5, on a CPU 0."""
+    steps: int | None = None
+    """Timed passes; by default 10, on a CPU 1."""
+    nvtx: bool = False
+    """Name the parts of a pass for Nsight Systems."""
+    memory_snapshot: Path | None = None
+    """Record every allocation, and write them here at the end."""
+    device: str | None = None
+    """By default the GPU if there is one."""
+    out_jsonl: Path = Path("runs/bench.jsonl")
+    """Where rows are written."""
+    out_md: Path = Path("runs/bench.md")
+    """Where --write-md writes tables."""
+    write_md: bool = False
+    """Write tables of all that this machine has on record in --out-jsonl."""
+    fresh: bool = False
+    """Start over instead of going on with the rows in --out-jsonl."""
+
+    def __post_init__(self) -> None:
+        for name in ("model_size", "attention", "passes"):
+            require_at_least(1, f"the number of --{name.replace('_', '-')}", len(getattr(self, name)))
+        for name in self.attention:
+            if name not in ATTENTION:
+                raise ValueError(f"--attention has {name!r}; allowed are {', '.join(ATTENTION)}")
+
+
+def make_model(workload: ModelWorkload, attention: AttentionFunction, device: torch.device) -> nn.Module:
+    """A model of the workload's size with seeded parameters in float32."""
+    torch.manual_seed(0)
+    size = workload.size
+    return BasicsTransformerLM(
+        vocab_size=VOCABULARY,
+        context_length=workload.context_length,
+        d_model=size.d_model,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        d_ff=size.d_ff,
+        attention=attention,
+        device=device,
+    )
+
+
+def make_step(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """AdamW on clipped gradients."""
+    optimizer = AdamW(parameters)
+
+    def step() -> None:
+        clip_gradient(parameters, MAX_GRADIENT_NORM)
+        optimizer.step()
+
+    return step
+
+
+@contextmanager
+def recorded_memory(path: Path | None) -> Generator[None]:
+    """Record allocations in the block and write them to `path`, unless it is None."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        if path is not None:
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def main(config: Config) -> None:
+    device = device_named(config.device)
+    for flag, wanted in (("--nvtx", config.nvtx), ("--memory-snapshot", config.memory_snapshot)):
+        if wanted and device.type != "cuda":
+            raise ValueError(f"{flag} needs a GPU, got {device}")
+    steps = STEPS[device.type]
+    budget = Passes(
+        steps.warmup if config.warmup is None else config.warmup,
+        steps.iterations if config.steps is None else config.steps,
+    )
+    contexts = dict.fromkeys(config.sweep_contexts or (config.context_length,))
+    sizes = SIZES.values() if config.sweep else [SIZES[name] for name in dict.fromkeys(config.model_size)]
+    workloads = [ModelWorkload(size, n, config.batch, config.amp == "bf16") for size in sizes for n in contexts]
+    passes: list[ModelPass] = list(dict.fromkeys(config.passes))
+    console = Console()
+    with float32_precision(config.float32_precision), recorded_memory(config.memory_snapshot):
+        ceiling = measure_ceiling(None, workloads[0].dtype, device, budget).tflops
+        assert ceiling is not None
+        sweep = ModelSweep(
+            implementations=[ATTENTION[name] for name in dict.fromkeys(config.attention)],
+            workloads=workloads,
+            passes=passes,
+            recipe=Recipe(make_model, cross_entropy, make_step),
+            reference=ATTENTION["naive"].function,
+            device=device,
+            budget=budget,
+            compiled=config.compile,
+            ceiling=ceiling,
+        )
+        if config.nvtx:
+            sweep = replace(sweep, ranged=torch.cuda.nvtx.range)
+        rows = sweep.run(config.out_jsonl, config.fresh, console)
+    method = (budget.time_method[device.type], PASSES_METHOD, STEP_METHOD, FLOPS_METHOD, PEAK_METHOD)
+    for table in model_tables(rows, TITLES[device.type], method):
+        table.print(console)
+    console.print(f"Rows are in {config.out_jsonl}.", markup=False, highlight=False, soft_wrap=True)
+    if config.write_md:
+        on_record = [row for row in read_rows(config.out_jsonl, ModelRow) if row.gpu == rows[0].gpu]
+        tables = model_tables(on_record, TITLES[device.type], method)
+        config.out_md.parent.mkdir(parents=True, exist_ok=True)
+        config.out_md.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
+        console.print(f"Tables are in {config.out_md}.", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, __doc__)
