@@ -1,14 +1,21 @@
-"""Building blocks of the Transformer, written in einx: the names in an expression are the axes of the equation."""
+"""Building blocks of the Transformer. Where axes are named in an einx expression, they are those of the equation.
 
+Parameters bear the names of CS336's assignment 1, so that state dicts are exchangeable. Sums over the last axis and
+products with a matrix are plain PyTorch: they are as clear, and an einx call costs some 20 microseconds of host time.
+"""
+
+import importlib.util
+import inspect
 import math
 from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import ParamSpec, Self, TypeVar
 
 import einx
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -83,3 +90,260 @@ def scaled_dot_product_attention(
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf)
     return einx.dot("... queries [keys], ... [keys] d_v -> ... queries d_v", softmax(scores), V)
+
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""`attention(q, k, v, is_causal) -> o` over tensors (..., heads, n, d); causal: query i sees key j where i >= j."""
+
+
+def naive_attention(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool,
+) -> Float[Tensor, "... queries d"]:
+    """`scaled_dot_product_attention` as an `AttentionFunction`; the causal mask lives as long as the call."""
+    mask = None
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return scaled_dot_product_attention(q, k, v, mask)
+
+
+def attention_function(attention: str | AttentionFunction) -> AttentionFunction:
+    """The function that `attention` names; a function is what it is.
+
+    "naive" is `naive_attention`; all other names are those of `cs336_systems.attention.ATTENTION`. That module is
+    imported when one of its names is asked for, and not before: this package works without it, and a name works
+    without an import for the sake of a registration.
+
+    Raises:
+        ValueError: a name that is not known.
+        TypeError: neither a name nor a function.
+    """
+    if not isinstance(attention, str):
+        if not callable(attention):
+            raise TypeError(f"attention must be a name or a function (q, k, v, is_causal) -> o, got {attention!r}")
+        return attention
+    functions = {"naive": naive_attention}
+    if attention not in functions:
+        functions = _functions_of_systems() | functions
+    if attention not in functions:
+        raise ValueError(f"attention must be a function or one of {', '.join(sorted(functions))}; got {attention!r}")
+    return functions[attention]
+
+
+def _functions_of_systems() -> dict[str, AttentionFunction]:
+    """The attention functions of `cs336_systems` by name; none where it is not installed."""
+    if importlib.util.find_spec("cs336_systems") is None:
+        return {}
+    table = importlib.import_module("cs336_systems.attention").ATTENTION
+    return {name: implementation.function for name, implementation in table.items()}
+
+
+def truncated_normal(
+    *shape: int, std: float, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """A parameter drawn from N(0, std^2) without what lies beyond 3 std."""
+    dtype = dtype or torch.get_default_dtype()
+    # In float32 at least: of the numbers near 1 that the tails are drawn from, half precision has but a few.
+    weight = torch.empty(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+    return nn.Parameter(weight.to(dtype))
+
+
+class Linear(nn.Module):
+    """y = W x, without a bias; W is (d_out, d_in), drawn with a variance of 2 / (d_in + d_out) (Glorot and Bengio 2010,
+    equation 12)."""
+
+    def __init__(
+        self, d_in: int, d_out: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = truncated_normal(d_out, d_in, std=math.sqrt(2 / (d_in + d_out)), device=device, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """W x for every vector x of the last axis."""
+        return x @ self.weight.mT
+
+
+class Embedding(nn.Module):
+    """A table of one vector of d_model numbers for each of vocab_size tokens, drawn with variance 1."""
+
+    def __init__(
+        self, vocab_size: int, d_model: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = truncated_normal(vocab_size, d_model, std=1, device=device, dtype=dtype)
+
+    def forward(self, token_ids: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
+        """The vectors of the tokens 0 <= token_ids < vocab_size, which are int32 or int64."""
+        # weight[token_ids] would count negative ids from the end, and take 8-bit ones for a mask.
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """y_i = g_i x_i / sqrt(mean(x^2) + eps), the mean over the last axis (Zhang and Sennrich 2019, equation 4).
+
+    Computed in float32 at least; y has the dtype of x. The gain g is `weight`, 1 at first.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """x with a root mean square of 1, times the gain."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding: at position m, pair i of a vector is turned by the angle m · theta^(-2i/d).
+
+    Pair i is (x_2i, x_2i+1), as in equation 15 of Su et al. 2021 (RoFormer), i from 0. The scalar product of two turned
+    vectors depends on their positions only through the difference.
+
+    The cosines and sines of all positions are buffers of shape (context_length, d/2) in float32, whatever dtype the
+    model is given or moved to, and no part of the state dict.
+
+    Args:
+        context_length: the number of positions, from 0.
+        d: the size of the vectors, even.
+        theta: the base of the angles.
+
+    Raises:
+        ValueError: d is odd.
+    """
+
+    cos: Float[Tensor, "context_length pairs"]
+    sin: Float[Tensor, "context_length pairs"]
+
+    def __init__(
+        self, context_length: int, d: int, theta: float = 10_000.0, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        if d % 2 != 0:
+            raise ValueError(f"rotary embedding turns pairs: the size of its vectors must be even, got {d}")
+        self.context_length, self.d, self.theta = context_length, d, theta
+        cos, sin = self._tables(device or torch.get_default_device())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        # In float64, since float32 knows an angle of 30,000 to 0.002 only; on the CPU, since not every device has it.
+        pairs = torch.arange(0, self.d, 2, dtype=torch.float64, device="cpu")
+        positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, self.theta ** (-pairs / self.d))
+        return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half` and `to_empty` call: the buffers move, but their values are neither rounded nor lost."""
+        cos, sin = self.cos, self.sin
+        super()._apply(fn, recurse)
+        device = self.cos.device
+        self.cos, self.sin = self._tables(device) if cos.is_meta else (cos.to(device), sin.to(device))
+        return self
+
+    def forward(
+        self, x: Float[Tensor, "... n d"], positions: Int[Tensor, "... n"] | None = None
+    ) -> Float[Tensor, "... n d"]:
+        """x turned by its positions, in the dtype of x.
+
+        Args:
+            x: vectors of size d.
+            positions: 0 <= positions < context_length, of a shape that broadcasts to (..., n); 0 to n - 1 if None.
+
+        Raises:
+            ValueError: vectors of another size; more of them than there are positions.
+        """
+        n, d = x.shape[-2:]
+        if d != self.d:
+            raise ValueError(f"rotary embedding was made for vectors of size {self.d}, got {d}")
+        if positions is None:
+            if n > self.context_length:
+                raise ValueError(f"got a sequence of length {n}; at most the context length, {self.context_length}")
+            cos, sin = self.cos[:n], self.sin[:n]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        even, odd = wide[..., 0::2], wide[..., 1::2]
+        turned = torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+
+def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """x · sigmoid(x), elementwise (Elfwing et al. 2017; Swish with beta = 1)."""
+    return x * torch.sigmoid(x)
+
+
+class SwiGLU(nn.Module):
+    """W2 (silu(W1 x) ∘ W3 x), without biases (Shazeer 2020, equation 6)."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device, dtype)
+        self.w2 = Linear(d_ff, d_model, device, dtype)
+        self.w3 = Linear(d_model, d_ff, device, dtype)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """The gated layer on every vector of the last axis."""
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class CausalMultiHeadSelfAttention(nn.Module):
+    """W_O concat(head_1, …, head_h) with head_i = Attention(Q_i, K_i, V_i)  (Vaswani et al. 2017, section 3.2.2).
+
+    Q = W_Q x, K = W_K x and V = W_V x are cut into heads of d = d_model / num_heads; queries and keys are turned by
+    their positions; position i sees the positions up to i.
+
+    Args:
+        d_model: the size of a token's vector.
+        num_heads: the number of heads, a divisor of d_model.
+        positional_encoder: the rotary embedding for vectors of size d; layers may share one.
+        attention: a function or its name, as in `attention_function`. It makes what mask it needs itself.
+
+    Raises:
+        ValueError: num_heads does not divide d_model; an unknown attention.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        positional_encoder: RotaryEmbedding,
+        attention: str | AttentionFunction = "naive",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if d_model % num_heads != 0:
+            raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
+        self.num_heads = num_heads
+        function = attention_function(attention)
+        # torch.compile knows the `apply` of an autograd.Function everywhere but in an attribute of a module.
+        self.attention = partial(function) if inspect.ismethod(function) else function
+        self.positional_encoder = positional_encoder
+        self.q_proj = Linear(d_model, d_model, device, dtype)
+        self.k_proj = Linear(d_model, d_model, device, dtype)
+        self.v_proj = Linear(d_model, d_model, device, dtype)
+        self.output_proj = Linear(d_model, d_model, device, dtype)
+
+    @with_errors_of_torch
+    def forward(self, x: Float[Tensor, "... n d_model"]) -> Float[Tensor, "... n d_model"]:
+        """Every token's vector, mixed with those of the tokens before it."""
+        q, k, v = (
+            einx.id("... n (heads d) -> ... heads n d", project(x), heads=self.num_heads)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o = self.attention(self.positional_encoder(q), self.positional_encoder(k), v, True)
+        return self.output_proj(einx.id("... heads n d -> ... n (heads d)", o))
