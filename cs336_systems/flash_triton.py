@@ -44,7 +44,7 @@ def is_interpreted() -> bool:
 
 
 @lru_cache
-def _gpu(device: torch.device) -> Gpu:
+def gpu_of(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
@@ -112,7 +112,7 @@ def tiles_for(x: Tensor) -> Tiles:
             f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
             "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
         )
-    return _change(pick_tiles(_gpu(x.device), x.shape[-1], x.dtype))
+    return _change(pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
 
 
 def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
@@ -171,7 +171,7 @@ def _input_precision(x: Tensor) -> str:
     arithmetic, which is left to GPUs whose tensor cores Triton does not use. (Three TF32 products cost as much and lose
     two bits.)
     """
-    if x.dtype != torch.float32 or is_interpreted() or not _gpu(x.device).uses_tensor_cores:
+    if x.dtype != torch.float32 or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
         return "ieee"
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -236,12 +236,12 @@ def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | N
 
 
 def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQuery]:
-    """Algorithm 2, line 2: delta in float32; and L in the base of the kernels' exponentials."""
+    """L in the base of the kernels' exponentials; and Algorithm 2, line 2: delta in float32."""
     delta, L_base = torch.empty_like(L), torch.empty_like(L)
     kernel = backward_kernels.flash_backward_delta_kernel
     tensors = _strided(o), _strided(dO), L, delta, L_base
     _launch(kernel, DELTA, o, DELTA.q_tile_size, *tensors, n_queries=o.shape[-2])
-    return delta, L_base
+    return L_base, delta
 
 
 def launch_dk_dv(
@@ -343,7 +343,7 @@ class FlashAttention2Triton(torch.autograd.Function):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
         dO = _with_dense_rows(dO)
-        delta, L_base = _delta(o, dO, L.contiguous())  # a hook on saved tensors may have changed its strides
+        L_base, delta = _delta(o, dO, L.contiguous())  # a hook on saved tensors may have changed its strides
         dq = dk = dv = None
         if needs_dk or needs_dv:
             dk, dv = _dk_dv(q, k, v, dO, L_base, delta, ctx.is_causal)

@@ -238,7 +238,7 @@ class Tables:
     def at(cls, shape: AttentionShape, device: torch.device) -> "Tables":
         if device.type != "cuda":
             return cls(None, INTERPRETER, INTERPRETER)
-        gpu = flash_triton._gpu(device)
+        gpu = flash_triton.gpu_of(device)
         return cls(gpu, shipped_tiles(gpu, shape.d, shape.dtype), pick_tiles(gpu, shape.d, shape.dtype))
 
     def marks(self, kernel: str) -> dict[str, str]:
@@ -416,7 +416,7 @@ class TileBench:
         seen = torch.full(q.shape[:-1], self.shape.n_keys, device=self.device)
         if self.shape.causal:
             seen = torch.minimum(seen, torch.arange(1, self.shape.n_queries + 1, device=self.device))
-        delta, L_base = flash_triton.launch_delta(torch.zeros_like(q), dO, seen.log() + 0.5)
+        L_base, delta = flash_triton.launch_delta(torch.zeros_like(q), dO, seen.log() + 0.5)
         return Operands(q, k, v, dO, delta, L_base, self.shape.causal)
 
     @cached_property
@@ -432,7 +432,7 @@ class TileBench:
         allowed = {name: error_budget(dense[name], exact[name], dtype) for name in exact}
         exact["L"] = log_sum_exp(q.double(), k.double(), shape.causal)
         allowed["L"] = error_budget(log_sum_exp(q, k, shape.causal), exact["L"], torch.float32)
-        delta, L_base = flash_triton.launch_delta(exact["o"].to(dtype), dO, exact["L"].float())
+        L_base, delta = flash_triton.launch_delta(exact["o"].to(dtype), dO, exact["L"].float())
         return Operands(q, k, v, dO, delta, L_base, shape.causal), exact, allowed
 
 

@@ -241,7 +241,7 @@ def test_tf32_where_it_was_asked_for(flash):
 def test_how_float32_is_multiplied(capability, dtype, precision, expected, monkeypatch):
     """Which product each precision asks for, also where there is no GPU to run it."""
     monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
-    monkeypatch.setattr(flash_triton, "_gpu", lambda device: Gpu("mocked", capability, 99 * KIB))
+    monkeypatch.setattr(flash_triton, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
     with float32_matmul_precision(precision):
         assert flash_triton._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
 

@@ -92,7 +92,7 @@ def test_gpus_before_turing_are_refused():
 def distinct(kernel: str) -> list[tuple[int, int, Tile]]:
     """(bytes per element, d, tile): every choice on this GPU, or every pair of tile sizes in any table."""
     if NATIVE:
-        gpu = flash_triton._gpu(DEVICE)
+        gpu = flash_triton.gpu_of(DEVICE)
         chosen = set()
         for (size, d), dtype in itertools.product(tiles.table_for(gpu), (torch.float16, torch.float32)):
             if dtype.itemsize == size:
@@ -131,7 +131,7 @@ def backward_inputs(size: int, d: int, is_causal: bool):
     inputs = inputs_for(size, d)
     exact = dense_attention(inputs, is_causal)
     assert exact.L is not None
-    delta, L = flash_triton.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
+    L, delta = flash_triton.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
     return inputs, delta, L, exact.o
 
 

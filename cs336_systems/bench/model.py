@@ -19,9 +19,9 @@ ModelPass = Literal["forward", "forward_backward", "training_step"]
 MODEL_PASSES: tuple[ModelPass, ...] = get_args(ModelPass)
 FLOPS_OVER_FORWARD: dict[ModelPass, int] = {"forward": 1, "forward_backward": 3, "training_step": 3}
 FLOPS_METHOD = (
-    "Model FLOPs: forward 2 a token for each parameter but those of the embedding, and 4·layers·d_model·n² a sequence for "
-    "attention, halved by the causal mask; forward and backward, and the training step, three times that. Utilisation: "
-    "the share of the matmul ceiling measured in the same run."
+    "Model FLOPs: forward 2 a token for each parameter but those of the embedding, and 4·layers·d_model·n² a sequence "
+    "for attention, halved by the causal mask; forward and backward, and the training step, three times that. "
+    "Utilisation: the share of the matmul ceiling measured in the same run."
 )
 PASSES_METHOD = (
     "forward: with a graph, as in training. forward_backward: and the backward of the loss. training_step: and the "

@@ -1,0 +1,279 @@
+"""benchmark.py as a user runs it, its FLOPs and parameters, and what becomes of failures."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+from rich.console import Console
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.nn_utils import cross_entropy
+from cs336_systems import benchmark
+from cs336_systems.bench.measure import Passes
+from cs336_systems.bench.model import (
+    FLOPS_OVER_FORWARD,
+    MODEL_PASSES,
+    SIZES,
+    VOCABULARY,
+    ModelRow,
+    ModelSize,
+    ModelWorkload,
+    Recipe,
+    model_pass,
+)
+from cs336_systems.bench.model_report import model_tables
+from cs336_systems.bench.model_sweep import ModelSweep
+from cs336_systems.bench.record import read_rows
+from cs336_systems.implementation import Implementation
+
+from .bench_examples import CPU, example, plain_attention
+from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, skip_if
+
+SCRIPT = Path(__file__).resolve().parents[1] / "cs336_systems" / "benchmark.py"
+TINY = ModelSize("small", d_model=16, d_ff=32, num_layers=2, num_heads=2)
+WORKLOAD = ModelWorkload(TINY, context_length=8, batch=2, amp=False)
+
+
+def recipe(**changes) -> Recipe:
+    return replace(Recipe(benchmark.make_model, cross_entropy, benchmark.make_step), **changes)
+
+
+def sweep(*implementations: Implementation, passes=MODEL_PASSES, workloads=(WORKLOAD,), **changes) -> ModelSweep:
+    small = ModelSweep(
+        implementations,
+        workloads,
+        passes,
+        recipe(),
+        plain_attention,
+        CPU,
+        Passes(0, 2),
+        compiled=False,
+        ceiling=2.0,
+    )
+    return replace(small, **changes)
+
+
+@pytest.fixture
+def console():
+    return Console(file=open(os.devnull, "w"))
+
+
+def test_small_without_a_gpu(tmp_path, capsys):
+    """A single step of each pass, rows, a table, and nothing measured again."""
+    flags = ["--model-size", "small", "--context-length", "64", "--batch", "1", "--attention", "naive"]
+    flags += ["--out-jsonl", str(tmp_path / "b.jsonl"), "--out-md", str(tmp_path / "b.md"), "--write-md"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(SCRIPT), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "[3/3, 0 s left] small, context 64, float32, naive training_step" in done.stdout
+    benchmark.main(tyro.cli(benchmark.Config, args=[*flags, "--device", "cpu"]))
+    assert "holds 3 of 3 rows" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["pass"], row["status"], row["iterations"]) for row in rows] == [(p, "ok", 1) for p in MODEL_PASSES]
+    assert {row["parameters"] for row in rows} == {128_625_408}
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(64_000 / row["median_ms"])
+        assert row["peak_memory_mib"] is None and row["std_ms"] == 0
+    text = (tmp_path / "b.md").read_text(encoding="utf-8")
+    assert text.startswith("# Transformer on a CPU, few steps (no GPU): float32, batch 1")
+    for note in ("Model FLOPs", "Parameters: small 128,625,408.", "commit", "AdamW"):
+        assert note in text
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_parameters(size):
+    """The closed form is what the model has."""
+    workload = ModelWorkload(size, 8, 1, amp=False)
+    model = benchmark.make_model(workload, plain_attention, torch.device("meta"))
+    assert isinstance(model, BasicsTransformerLM)
+    assert size.parameters == model.num_parameters()
+
+
+def test_flops_are_those_of_the_matmuls():
+    """Counted by PyTorch while a model runs, whose dense attention multiplies all n² scores, not half of them.
+
+    The weights of the norms are parameters too, but are multiplied entry by entry.
+    """
+    model = benchmark.make_model(WORKLOAD, plain_attention, CPU)
+    token_ids, targets = WORKLOAD.token_ids(CPU)
+    masked = 2 * WORKLOAD.batch * TINY.num_layers * TINY.d_model * WORKLOAD.context_length**2
+    norms = 2 * WORKLOAD.tokens * (2 * TINY.num_layers + 1) * TINY.d_model
+    with FlopCounterMode(display=False) as counted:
+        logits = model(token_ids)
+    assert counted.get_total_flops() == WORKLOAD.flops("forward") + masked - norms
+    with FlopCounterMode(display=False) as counted:
+        cross_entropy(logits, targets).backward()
+    assert WORKLOAD.flops("forward_backward") == 3 * WORKLOAD.flops("forward") == WORKLOAD.flops("training_step")
+    assert counted.get_total_flops() == 2 * (WORKLOAD.flops("forward") + masked - norms)
+    assert set(FLOPS_OVER_FORWARD) == set(MODEL_PASSES)
+
+
+@pytest.mark.parametrize("pass_", MODEL_PASSES)
+def test_a_pass_does_what_it_says(pass_):
+    """Parts are named in their order, only the training step changes the model, and no gradient is left."""
+    model = benchmark.make_model(WORKLOAD, plain_attention, CPU)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    named = []
+
+    def ranged(name):
+        named.append(name)
+        return nullcontext()
+
+    run = model_pass(model, list(model.parameters()), recipe(), WORKLOAD, pass_, CPU, ranged)
+    run()
+    parts = {"forward": 1, "forward_backward": 3, "training_step": 4}[pass_]
+    assert named == ["forward", "loss", "backward", "optimizer"][:parts]
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert any(changed) == (pass_ == "training_step")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_autocast_multiplies_in_bfloat16(tmp_path, console):
+    """--amp: the attention sees bfloat16, the parameters stay float32, and the row says so."""
+    seen = set()
+
+    def attention(q, k, v, is_causal):
+        seen.add(q.dtype)
+        return plain_attention(q, k, v, is_causal)
+
+    workload = replace(WORKLOAD, amp=True)
+    made = []
+
+    def make(*arguments):
+        made.append(benchmark.make_model(*arguments))
+        return made[-1]
+
+    one = sweep(example(function=attention), workloads=[workload], recipe=recipe(make_model=make))
+    rows = one.run(tmp_path / "a.jsonl", False, console)
+    assert {row.dtype for row in rows} == {"bfloat16 autocast"} and {row.status for row in rows} == {"ok"}
+    assert torch.bfloat16 in seen
+    assert {parameter.dtype for parameter in made[0].parameters()} == {torch.float32}
+
+
+def test_failures_become_rows_and_the_sweep_goes_on(tmp_path, console):
+    """Out of memory while the model is made, in one pass only, a wrong attention, one that cannot run here."""
+
+    class Hungry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = benchmark.make_model(WORKLOAD, plain_attention, CPU)
+            self.calls = 0
+
+        def forward(self, token_ids):
+            self.calls += 1
+            if self.calls > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.inner(token_ids)
+
+    def make(workload, attention, device):
+        if workload.context_length > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Hungry()
+
+    long = replace(WORKLOAD, context_length=16)
+    one = sweep(
+        example("plain"),
+        example("wrong", lambda q, k, v, is_causal: 1.1 * plain_attention(q, k, v, is_causal)),
+        example("absent", reason="not here"),
+        workloads=[long, WORKLOAD],
+        passes=("forward", "forward_backward"),
+        recipe=recipe(make_model=make),
+    )
+    rows = one.run(tmp_path / "a.jsonl", False, console)
+    assert [(row.context_length, row.implementation, row.status) for row in rows] == [
+        (16, "plain", "oom"), (16, "plain", "oom"), (16, "wrong", "error"), (16, "wrong", "error"),
+        (16, "absent", "unsupported"), (16, "absent", "unsupported"),
+        (8, "plain", "ok"), (8, "plain", "oom"), (8, "wrong", "error"), (8, "wrong", "error"),
+        (8, "absent", "unsupported"), (8, "absent", "unsupported"),
+    ]  # fmt: skip
+    assert "wrong at d 8" in str(rows[2].message) and rows[4].message == "not here"
+    assert read_rows(tmp_path / "a.jsonl", ModelRow) == rows
+    (table,) = model_tables(rows, "t", ["method"])
+    assert [line[:4] for line in table.lines] == [
+        ["small", "8", "forward", f"{rows[6].median_ms:.2f}"],
+        ["small", "8", "forward_backward", "OOM"],
+        ["small", "16", "forward", "OOM"],
+        ["small", "16", "forward_backward", "OOM"],
+    ]
+
+
+def test_row_statistics(tmp_path, console, monkeypatch):
+    """Mean, standard deviation and percentiles are of the same passes, and utilisation is a share of the ceiling."""
+    monkeypatch.setattr(Passes, "times", lambda self, run, device: [1.0, 2.0, 3.0, 6.0])
+    (row,) = sweep(example(), passes=("forward",)).run(tmp_path / "a.jsonl", False, console)
+    assert (row.mean_ms, row.median_ms, row.iterations) == (3.0, 2.5, 4)
+    assert row.std_ms == pytest.approx(3.5**0.5)
+    assert row.tokens_per_second == pytest.approx(16 / 2.5e-3)
+    assert row.tflops is not None and row.utilisation == pytest.approx(row.tflops / 2)
+    assert row.tflops == pytest.approx(WORKLOAD.flops("forward") / 2.5e-3 / 1e12)
+
+
+@pytest.mark.parametrize("attention", ["flash_pytorch", pytest.param("flash_triton", marks=needs_triton)])
+def test_compiled_model_is_one_graph(attention, tmp_path, console):
+    """The compiled row is known to be compiled: one graph for all passes, no break, nothing recompiled."""
+    skip_if(compile_missing_reason())
+    implementation = benchmark.ATTENTION[attention]
+    one = replace(sweep(implementation, device=DEVICE, passes=("forward", "training_step")), compiled=True)
+    rows = one.run(tmp_path / "a.jsonl", False, console)
+    assert [(row.status, row.message) for row in rows] == [("ok", None)] * 2
+    assert all(row.compiled for row in rows)
+
+
+@needs_gpu
+def test_peak_memory_and_snapshot(tmp_path):
+    """On a GPU rows hold the peak, and the snapshot is a file that is not empty."""
+    snapshot = tmp_path / "snapshot.pickle"
+    flags = ["--context-length", "64", "--batch", "1", "--steps", "1", "--attention", "flash_triton", "--nvtx"]
+    config = tyro.cli(benchmark.Config, args=[*flags, "--memory-snapshot", str(snapshot)])
+    benchmark.main(replace(config, out_jsonl=tmp_path / "b.jsonl"))
+    rows = read_rows(tmp_path / "b.jsonl", ModelRow)
+    assert all(row.peak_memory_mib and row.peak_memory_mib > 500 for row in rows)
+    assert snapshot.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nvtx"], "--nvtx needs a GPU"),
+        (["--memory-snapshot", "a.pickle"], "--memory-snapshot needs a GPU"),
+        (["--context-length", "0"], "context length is 0; allowed is at least 1"),
+        (["--batch", "0"], "batch is 0; allowed is at least 1"),
+        (["--steps", "0"], "iterations is 0; allowed is at least 1"),
+    ],
+)
+def test_bad_flags_are_named(flags, said, tmp_path):
+    config = tyro.cli(benchmark.Config, args=[*flags, "--device", "cpu", "--out-jsonl", str(tmp_path / "b.jsonl")])
+    with pytest.raises(ValueError, match=said):
+        benchmark.main(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_attention_names_what_is_allowed(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(benchmark.Config, args=["--attention", "fast"])
+    assert "flash_triton" in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_flag_has_a_text_for_help():
+    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    (config,) = (node for node in tree.body if getattr(node, "name", "") == "Config")
+    assert isinstance(config, ast.ClassDef)
+    for flag, text in pairwise(config.body):
+        assert not isinstance(flag, ast.AnnAssign) or isinstance(text, ast.Expr), ast.unparse(flag)
+
+
+def test_sweep_means_all_sizes():
+    assert list(SIZES) == ["small", "medium", "large", "xl", "2.7b"] and VOCABULARY == 10_000
+    assert [size.d_head for size in SIZES.values()] == [64, 64, 64, 64, 80]

@@ -1,0 +1,139 @@
+"""Training: batches, checkpoints that resume exactly and survive a kill, the same curve with every attention."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
+
+from .machine import needs_gpu
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_lm.py"
+CPU = torch.device("cpu")
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 30
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture
+def train(script, monkeypatch):
+    """main() with a short text, a tiny model and the CPU."""
+    monkeypatch.setitem(script["train"].__globals__, "standard_library_text", lambda: TEXT)
+    monkeypatch.setitem(script["SHAPES"], "cpu", script["Shape"](16, 16, 32, 1, 2, 2, 6))
+
+    def run(folder: Path, *flags: str) -> list[dict]:
+        config = tyro.cli(script["Config"], args=[*flags, "--device", "cpu", "--validate-every", "3"])
+        script["main"](replace(config, out_dir=folder))
+        return json.loads((folder / f"{config.attention}.json").read_text(encoding="utf-8"))["losses"]
+
+    return run
+
+
+def test_text_is_real_and_the_same_again():
+    text = standard_library_text()
+    assert len(text) > 500_000 and "Return the " in text
+    assert text == standard_library_text()
+
+
+def test_corpus_and_batches():
+    """Targets are the tokens one further on; a step's batch depends on step and seed alone."""
+    corpus = Corpus.of(TEXT, 0.1)
+    assert len(corpus.train) + len(corpus.validation) == len(TEXT.encode())
+    assert bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist()) == TEXT.encode()
+    tokens, targets = batch_at(corpus.train, 3, 4, 16, seed=1, device=CPU)
+    assert tokens.shape == targets.shape == (4, 16) and torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert all(bytes(row.tolist()).decode() in TEXT for row in tokens)
+    assert torch.equal(tokens, batch_at(corpus.train, 3, 4, 16, seed=1, device=CPU)[0])
+    for other in (batch_at(corpus.train, 4, 4, 16, 1, CPU), batch_at(corpus.train, 3, 4, 16, 2, CPU)):
+        assert not torch.equal(tokens, other[0])
+    with pytest.raises(ValueError, match="a sequence takes 5001"):
+        batch_at(corpus.train, 0, 1, 5000, 0, CPU)
+    with pytest.raises(ValueError, match="allowed is between 0 and 1"):
+        Corpus.of(TEXT, 1.0)
+
+
+def test_checkpoint_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """A write that dies leaves the checkpoint before, and nothing beside it."""
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, {"step": 1, "weight": torch.arange(3)})
+
+    def dies(state, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, {"step": 2})
+    assert load_checkpoint(path, CPU)["step"] == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_resumed_run_is_the_same_run(train, tmp_path, capsys):
+    """Stopped after 2 of 6 steps and started again: the losses are bit-equal to those of a run at one go."""
+    whole = train(tmp_path / "whole", "--attention", "naive")
+    assert [entry["step"] for entry in whole] == [1, 2, 3, 4, 5, 6]
+    assert [entry["validation_loss"] is not None for entry in whole] == [False, False, True] * 2
+    stopped = train(tmp_path / "parts", "--attention", "naive", "--stop-after", "2")
+    assert stopped == whole[:2]
+    assert train(tmp_path / "parts", "--attention", "naive") == whole
+    assert "holds 2 of 6 steps" in capsys.readouterr().out
+    assert train(tmp_path / "parts", "--attention", "naive", "--fresh") == whole
+
+
+def test_attentions_train_alike(train, tmp_path):
+    """From one seed, naive and flash attention have the same losses but for rounding; another seed has others."""
+    naive = train(tmp_path, "--attention", "naive")
+    flash = train(tmp_path, "--attention", "flash_pytorch")
+    for a, b in zip(naive, flash, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    other = train(tmp_path / "other", "--attention", "naive", "--seed", "1")
+    assert abs(other[0]["loss"] - naive[0]["loss"]) > 1e-4
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_loss_falls(train, tmp_path):
+    losses = train(tmp_path, "--attention", "flash_pytorch", "--steps", "30", "--learning-rate", "1e-2")
+    assert losses[-1]["loss"] < losses[0]["loss"] - 1
+
+
+def test_a_checkpoint_of_other_settings_is_refused(train, tmp_path):
+    train(tmp_path, "--attention", "naive", "--stop-after", "1")
+    with pytest.raises(ValueError, match="a run with another learning_rate; --fresh starts over"):
+        train(tmp_path, "--attention", "naive", "--learning-rate", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--attention", "flash_triton"], "flash_triton cannot run here: FlashAttention2Triton needs tensors on a GPU"),
+        (["--plot"], "holds no losses; train first"),
+    ],
+)
+def test_one_line_on_failure(flags, said, tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": ""}
+    command = [sys.executable, str(SCRIPT), *flags, "--device", "cpu", "--out-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@needs_gpu
+def test_curves_agree_in_bfloat16(script, tmp_path):
+    """On a GPU: 60 steps of naive and flash_triton under autocast stay within 1e-2 of one another."""
+    losses = {}
+    for attention in ("naive", "flash_triton"):
+        config = tyro.cli(script["Config"], args=["--attention", attention, "--amp", "bf16", "--steps", "60"])
+        script["main"](replace(config, out_dir=tmp_path))
+        losses[attention] = json.loads((tmp_path / f"{attention}.json").read_text(encoding="utf-8"))["losses"]
+    for a, b in zip(losses["naive"], losses["flash_triton"], strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-2
