@@ -40,10 +40,9 @@ def train(script, monkeypatch):
     return run
 
 
-def test_text_is_real_and_the_same_again():
+def test_text_is_real():
     text = standard_library_text()
     assert len(text) > 500_000 and "Return the " in text
-    assert text == standard_library_text()
 
 
 def test_corpus_and_batches():
