@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import Keys, PerQuery, Queries, attention_inputs
@@ -117,6 +118,8 @@ def tiles_for(x: Tensor) -> Tiles:
 
 def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
     """x with its leading dimensions as batch and heads: a view wherever the strides allow one."""
+    if x.ndim == 4:
+        return x
     if x.ndim == 2:
         return x[None, None]
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
@@ -273,45 +276,65 @@ def launch_dq(
 
 
 @torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     return launch_forward(q, k, v, is_causal)
 
 
-@_forward.register_fake
+@_forward_op.register_fake
 def _(q, k, v, is_causal):
     return _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("cs336_systems::flash_delta", mutates_args=())
-def _delta(o: Tensor, dO: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+def _delta_op(o: Tensor, dO: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
     return launch_delta(o, dO, L)
 
 
-@_delta.register_fake
+@_delta_op.register_fake
 def _(o, dO, L):
     return torch.empty_like(L), torch.empty_like(L)
 
 
 @torch.library.custom_op("cs336_systems::flash_dk_dv", mutates_args=())
-def _dk_dv(
+def _dk_dv_op(
     q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     return launch_dk_dv(q, k, v, dO, L_base, delta, is_causal)
 
 
-@_dk_dv.register_fake
+@_dk_dv_op.register_fake
 def _(q, k, v, dO, L_base, delta, is_causal):
     return _empty_like(k), _empty_like(v)
 
 
 @torch.library.custom_op("cs336_systems::flash_dq", mutates_args=())
-def _dq(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
+def _dq_op(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
     return launch_dq(q, k, v, dO, L_base, delta, is_causal)
 
 
-@_dq.register_fake
+@_dq_op.register_fake
 def _(q, k, v, dO, L_base, delta, is_causal):
     return _empty_like(q)
+
+
+def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
+    are fake, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
+    """
+
+    def call(x: Tensor, *rest: Any) -> Any:
+        plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+        if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
+            return op(x, *rest)
+        return launch(x, *rest)
+
+    return call
+
+
+_forward = _op_or_launch(_forward_op, launch_forward)
+_delta = _op_or_launch(_delta_op, launch_delta)
+_dk_dv = _op_or_launch(_dk_dv_op, launch_dk_dv)
+_dq = _op_or_launch(_dq_op, launch_dq)
 
 
 class FlashAttention2Triton(torch.autograd.Function):
