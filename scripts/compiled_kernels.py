@@ -1,0 +1,190 @@
+"""What Triton makes of every entry of the tile tables: registers, spills and shared memory, without a GPU.
+
+    uv run scripts/compiled_kernels.py                                   all classes of GPU, head dims, dtypes
+    uv run scripts/compiled_kernels.py --gpus hopper --head-dims 64 --dtypes bfloat16 --markdown runs/compiled.md
+
+Kernels are compiled for contiguous tensors whose lengths are multiples of 16, causal, by Triton's own ptxas.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import torch
+import triton
+from rich.console import Console
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cs336_systems.bench.entry import run_script
+from cs336_systems.bench.report import Table
+from cs336_systems.kernels import backward, forward
+from cs336_systems.kernels.primitives import Strided
+from cs336_systems.kernels.tiles import KERNELS, KIB, Gpu, Tile, padded_head_dim, pick_tiles
+from cs336_systems.tile_search import tile_text
+
+GPUS = {
+    "turing": Gpu("Turing", (7, 5), 64 * KIB),
+    "ampere": Gpu("Ampere, consumer", (8, 6), 99 * KIB),
+    "a100": Gpu("A100", (8, 0), 163 * KIB),
+    "ada": Gpu("Ada", (8, 9), 99 * KIB),
+    "hopper": Gpu("Hopper", (9, 0), 227 * KIB),
+    "blackwell": Gpu("Blackwell, data centre", (10, 0), 227 * KIB),
+}
+FUNCTIONS = {
+    "forward": forward.flash_forward_kernel,
+    "dk_dv": backward.flash_backward_dk_dv_kernel,
+    "dq": backward.flash_backward_dq_kernel,
+}
+DTYPES = {"bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16), "float32": ("fp32", torch.float32)}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The command line."""
+
+    gpus: tuple[Literal["turing", "ampere", "a100", "ada", "hopper", "blackwell"], ...] = (
+        "turing",
+        "ampere",
+        "a100",
+        "ada",
+        "hopper",
+        "blackwell",
+    )
+    """Classes of GPU."""
+    head_dims: tuple[int, ...] = (16, 32, 64, 128, 256)
+    """Head dims."""
+    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16", "float32")
+    """Types of q, k, v and o; where bfloat16 is not to be had, float16 takes its place."""
+    markdown: Path | None = None
+    """Also write the table here."""
+    jobs: int = os.cpu_count() or 1
+    """Processes that compile."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tile of one table."""
+
+    gpu: Gpu
+    kernel: str
+    d: int
+    dtype: str
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Registers and bytes of stack (spills) that each thread takes, and bytes of shared memory of each program."""
+
+    registers: int
+    stack: int
+    shared_memory: int
+
+
+def source(entry: Entry) -> ASTSource:
+    """The kernel with types for its arguments, as a launch over contiguous tensors would specialise it."""
+    element, dtype = DTYPES[entry.dtype]
+    tile, width = entry.tile, padded_head_dim(entry.d)
+    constants = {
+        "D": entry.d,
+        "D_TILE_SIZE": width,
+        "Q_TILE_SIZE": tile.q_tile_size,
+        "K_TILE_SIZE": tile.k_tile_size,
+        "IS_CAUSAL": True,
+        "BASE_2": dtype.itemsize == 2,
+        "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
+        "HEAD_GROUP": tile.head_group,
+        "SKIP_MASKED": tile.skip_masked,
+    }
+    rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
+    function = FUNCTIONS[entry.kernel]
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name], values[index,] = "constexpr", constants[name]
+        elif name in rows and tile.by_descriptor:
+            signature[name] = f"tensordesc<{element}[1, 1, {rows[name]}, {width}]>"
+        elif name in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
+            signature[name] = Strided(f"*{element}", "i32", "i32", "i32", "constexpr")
+            values[index, 4] = 1
+            attributes |= {(index, part): ALIGNED for part in range(4)}
+        elif name == "scale":
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*fp32" if name.endswith("_ptr") else "i32"
+            attributes[index,] = ALIGNED
+    return ASTSource(function, signature, values, attributes)
+
+
+def compiled(entry: Entry) -> Compiled | str:
+    """What the entry takes, or why it cannot be compiled."""
+    major, minor = entry.gpu.capability
+    options = {
+        "num_warps": entry.tile.num_warps,
+        "num_stages": entry.tile.num_stages,
+        "maxnreg": entry.tile.max_registers,
+        "enable_fp_fusion": DTYPES[entry.dtype][1].itemsize == 2,
+    }
+    try:
+        kernel = triton.compile(source(entry), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return Compiled(int(registers), int(stack), kernel.metadata.shared)
+
+
+def entries(config: Config) -> list[Entry]:
+    """What the tables choose; head dims that a GPU has no room for are left out."""
+    found = []
+    for name, d, dtype in product(config.gpus, config.head_dims, config.dtypes):
+        gpu = GPUS[name]
+        if dtype == "bfloat16" and gpu.capability < (8, 0):
+            dtype = "float16"
+        try:
+            tiles = pick_tiles(gpu, d, DTYPES[dtype][1])
+        except ValueError:
+            continue
+        found += [Entry(gpu, kernel.name, d, dtype, getattr(tiles, kernel.name)) for kernel in KERNELS]
+    return found
+
+
+def main(config: Config) -> None:
+    console, chosen = Console(), entries(config)
+    with ProcessPoolExecutor(config.jobs) as pool:
+        results = list(pool.map(compiled, chosen))
+    lines = []
+    for entry, result in zip(chosen, results, strict=True):
+        major, minor = entry.gpu.capability
+        line = [entry.gpu.name, f"sm_{major}{minor}", entry.dtype, str(entry.d), entry.kernel, tile_text(entry.tile)]
+        if isinstance(result, str):
+            lines.append([*line, result, "-", "-"])
+        else:
+            lines.append([*line, str(result.registers), str(result.stack), f"{result.shared_memory / KIB:.1f}"])
+    spilling = sum(isinstance(result, Compiled) and result.stack > 0 for result in results)
+    notes = [
+        f"{spilling} of {len(results)} spill: bytes of stack a thread are what does not fit into its registers.",
+        f"Compiled by Triton {triton.__version__}; nothing was run.",
+    ]
+    headers = ["GPU", "target", "dtype", "d", "kernel", "tile", "registers", "stack bytes", "shared KiB"]
+    table = Table("What the tiles of the tables take", headers, lines, notes)
+    table.print(console)
+    if config.markdown is not None:
+        config.markdown.parent.mkdir(parents=True, exist_ok=True)
+        config.markdown.write_text(table.to_markdown(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, __doc__)
