@@ -60,10 +60,11 @@ PEERS = (
     Implementation(
         name="flex",
         function=peers.flex,
-        description="FlexAttention under torch.compile, its causal mask made beforehand",
+        description="FlexAttention under torch.compile; its causal mask, made before, is in neither time nor memory",
         dtypes=flash_triton.DTYPES,
         refusal=peers.flex_refusal,
         compiled=True,
+        context=peers.flex_context,
     ),
 )
 
@@ -75,7 +76,7 @@ ATTENTION: dict[str, Implementation] = {
         Implementation(
             name="naive",
             function=naive_attention,
-            description="softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another",
+            description="softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another, the mask made in each call",
             dtypes=flash_pytorch.DTYPES,
             saved_scores=1,  # P
             saved_float32_scores=1,  # exp(S - m)

@@ -47,7 +47,10 @@ STEPS = {"cuda": Passes(warmup=5, iterations=10), "cpu": Passes(warmup=0, iterat
 TITLES = {"cuda": "Transformer", "cpu": "Transformer on a CPU, few steps (no GPU)"}
 MAX_GRADIENT_NORM = 1.0
 STEP_METHOD = f"The optimizer's step: gradients clipped to norm {MAX_GRADIENT_NORM:g}, AdamW in float32."
-PEAK_METHOD = "Peak memory: the most that PyTorch's allocator had given out during the timed passes."
+PEAK_METHOD = (
+    "Peak memory: the most that PyTorch's allocator had given out in one pass after the first, parameters and "
+    "optimizer state included."
+)
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ def main(config: Config) -> None:
     passes: list[ModelPass] = list(dict.fromkeys(config.passes))
     console = Console()
     with float32_precision(config.float32_precision), recorded_memory(config.memory_snapshot):
-        ceiling = measure_ceiling(None, workloads[0].dtype, device, budget).tflops
-        assert ceiling is not None
+        # Under a profiler a large matmul would be most of what it sees.
+        ceiling = None if config.nvtx else measure_ceiling(None, workloads[0].dtype, device, budget).tflops
         sweep = ModelSweep(
             implementations=[ATTENTION[name] for name in dict.fromkeys(config.attention)],
             workloads=workloads,

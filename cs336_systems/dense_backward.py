@@ -43,7 +43,7 @@ def dense_backward(
     return dS @ k, dS.mT @ q, dv  # (18), (19)
 
 
-compiled_dense_backward = torch.compile(dense_backward)
+compiled_dense_backward = torch.compile(dense_backward, fullgraph=True)
 
 
 class FlashAttention2TritonDenseBackward(torch.autograd.Function):

@@ -4,7 +4,8 @@ Each is `attention(q, k, v, is_causal) -> o` over tensors (batch, heads, n, d), 
 masks are aligned at the top left, as ours are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -69,6 +70,13 @@ def flex(q: Q, k: KV, v: KV, is_causal: bool = False) -> Q:
     o = _compiled_flex_attention(q, k, v, block_mask=block_mask)
     assert isinstance(o, Tensor)  # not the pair that it returns where the log-sum-exp is asked for
     return o
+
+
+@contextmanager
+def flex_context() -> Generator[None]:
+    """When the block ends, the masks of blocks are let go."""
+    yield
+    _causal_blocks.cache_clear()
 
 
 def flex_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | None:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems import flash_triton
-from cs336_systems.bench.accuracy import WrongResultError, attention_and_gradients, error_budget, max_error
+from cs336_systems.bench.accuracy import SLACK, WrongResultError, attention_and_gradients, error_budget, max_error
 from cs336_systems.bench.record import Environment
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import Measured
@@ -56,8 +56,8 @@ CANDIDATE_METHOD = (
     "accumulators take half of them; and what the tables have."
 )
 CHECK_METHOD = (
-    f"Each was first found right at some {CHECK_LENGTHS[0]} queries and {CHECK_LENGTHS[1]} keys, within twice the "
-    "error that dense attention has against float64."
+    f"Each was first found right at some {CHECK_LENGTHS[0]} queries and {CHECK_LENGTHS[1]} keys, within "
+    f"{2 * SLACK} times the error that dense attention has against float64."
 )
 FLOPS_METHOD = (
     "FLOPs: those of the matrix products that the kernel does, 2·B·H·n_queries·n_keys·d each, halved when causal: two "

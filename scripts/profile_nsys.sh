@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Profile the Transformer with Nsight Systems: kernels below the named parts of each pass (forward, loss, backward,
-# optimizer), and a summary of where the time goes.
+# optimizer), and a summary of where the time goes; the check of the attention before the first pass, and a buffer that
+# is zeroed before each, are in it too.
 #
 #   scripts/profile_nsys.sh runs/profile --model-size small --context-length 1024 --attention flash_triton
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure again what is committed under runs/<gpu>: rows, tables, plots and the report. On an H200 it takes about an hour.
+# Run the attention benchmarks one after another: rows, tables, plots, and the report of a folder that has a template.
 #
 #   scripts/reproduce_runs.sh runs/mine                     all of it
 #   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
@@ -47,7 +47,8 @@ report() {
     $run scripts/write_report.py "$out"
 }
 
-steps=(pytorch_attention small_card flash ladder tuning plots report)
+steps=(pytorch_attention small_card flash ladder tuning plots)
+[ ! -f "$out/REPORT.template.md" ] || steps+=(report)
 for step in "${@:-${steps[@]}}"; do
     if [[ " ${steps[*]} " != *" $step "* ]]; then
         echo "no step is called $step; there are: ${steps[*]}" >&2

@@ -42,7 +42,7 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert table.startswith("# PyTorch attention on a CPU, reduced grid")
     for text in (
-        "naive: softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another.",
+        "naive: softmax(Q K^T / sqrt(d)) V, one PyTorch operation after another, the mask made in each call.",
         "2 timed passes after 0 of warm-up",
         "forward 4·B·H·n_queries·n_keys·d",
         "saved_tensors_hooks",

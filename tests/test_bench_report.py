@@ -82,7 +82,7 @@ def test_notes_state_method_constants_spread_and_environment():
         "up to about 1024 are bound by the host",
         "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123",
         "float32 matmul precision highest (no TF32)",
-        "commit def456 with local changes, float32 matmul precision high (TF32 used)",
+        "commit def456 with local changes, float32 matmul precision high (TF32 allowed)",
     ):
         assert text in notes
     assert table.headers[3] == "float32 matmul precision", "what varies is a column"

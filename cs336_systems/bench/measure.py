@@ -3,18 +3,21 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from cs336_systems.bench.workload import AttentionShape, Pass, require_at_least
+from cs336_systems.bench.workload import MIB, AttentionShape, Pass, require_at_least
 from cs336_systems.implementation import AttentionFunction
 
 _CPU_TIME = "Time: time.perf_counter around each pass, caches warm from the pass before."
+FLUSH_BYTES = 256 * MIB  # as much as do_bench; every L2 cache is smaller
+LEAST_PASSES = 10  # of which percentiles still say something
+
 MEMORY_METHOD = {
     "cuda": "Memory before backward: bytes allocated while the graph of one forward is alive, less those before its "
     "inputs were made, after warm-up.",
@@ -22,8 +25,12 @@ MEMORY_METHOD = {
     "further storage that autograd saves (torch.autograd.graph.saved_tensors_hooks).",
 }
 PREDICTION_METHOD = (
-    "Predicted: q, k, v, o, L (flash only), and each (n_queries, n_keys) matrix per head that the equations keep; no "
-    "masks."
+    "Predicted: q, k, v, o, and the (n_queries, n_keys) matrices per head that the equations keep, or L where none is "
+    "kept; neither masks nor a scaled copy of q."
+)
+BACKWARD_METHOD = (
+    "The backward is timed again and again on one kept graph: nothing is freed on the way, so it may run out of memory "
+    "where a single one would not."
 )
 
 
@@ -58,8 +65,8 @@ class Passes:
     iterations: int = 100
 
     time_method: ClassVar[Mapping[str, str]] = {
-        "cuda": "Time: CUDA events around each pass; before it, outside of the timed part, a buffer as large as the L2 "
-        "cache is zeroed, so inputs are read from a cold cache.",
+        "cuda": "Time: CUDA events around each pass; before it, outside of the timed part, a buffer of 256 MiB is "
+        "zeroed, so inputs are read from a cold L2 cache.",
         "cpu": _CPU_TIME,
     }
 
@@ -81,7 +88,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class Duration:
-    """A span of time: about `warmup` ms of passes that are not timed, then about `rep` ms of passes that are.
+    """A span of time: about `warmup` ms of passes that are not timed, then about `rep` ms of passes that are, on a GPU
+    at least LEAST_PASSES of them. Rows stay on record whatever their span was.
 
     Raises:
         ValueError: `warmup` below 0 or `rep` below 1.
@@ -91,8 +99,8 @@ class Duration:
     rep: int = 100
 
     time_method: ClassVar[Mapping[str, str]] = {
-        "cuda": "Time: triton.testing.do_bench, which zeroes a buffer larger than the L2 cache before each pass, "
-        "outside of the timed part, so inputs are read from a cold cache.",
+        "cuda": "Time: triton.testing.do_bench, which zeroes a buffer of 256 MiB before each pass, outside of the "
+        "timed part, so inputs are read from a cold L2 cache.",
         "cpu": _CPU_TIME,
     }
 
@@ -104,7 +112,8 @@ class Duration:
         if device.type == "cuda":
             from triton.testing import do_bench  # not everywhere that this module is imported
 
-            return do_bench(run, warmup=self.warmup, rep=self.rep, return_mode="all")
+            times = do_bench(run, warmup=self.warmup, rep=self.rep, return_mode="all")
+            return times + _times_on_gpu(run, device, max(0, LEAST_PASSES - len(times)))
         _times_for(run, self.warmup)
         return _times_for(run, self.rep)
 
@@ -123,6 +132,12 @@ class Timing:
     p20_ms: float
     p80_ms: float
     iterations: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> "Timing":
+        """Of the times of single passes in milliseconds."""
+        at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        return cls(*torch.tensor(times, dtype=torch.float64).quantile(at).tolist(), iterations=len(times))
 
 
 def _forward(function: AttentionFunction, shape: AttentionShape, device: torch.device) -> Callable[[], object]:
@@ -185,16 +200,20 @@ def time_pass(
     return time_call(run, device, budget)
 
 
+def times_of(run: Callable[[], object], device: torch.device, budget: Budget) -> list[float]:
+    """The time of each timed pass of `run()` in milliseconds."""
+    # Events and the buffer that flushes the cache belong to the current GPU.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return budget.times(run, device)
+
+
 def time_call(run: Callable[[], object], device: torch.device, budget: Budget) -> Timing:
     """Time `run()` as the budget's `time_method` states for the kind of device."""
-    times = budget.times(run, device)
-    median, p20, p80 = torch.tensor(times).quantile(torch.tensor([0.5, 0.2, 0.8])).tolist()
-    return Timing(median, p20, p80, len(times))
+    return Timing.of(times_of(run, device, budget))
 
 
 def _times_on_gpu(run: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(l2_bytes, dtype=torch.uint8, device=device)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(iterations)]
     for start, end in marks:
         flush.zero_()

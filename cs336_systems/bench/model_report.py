@@ -1,4 +1,4 @@
-"""Rows of whole models -> tables: what each attention costs, and from which context length on flash attention pays."""
+"""Rows of whole models -> tables."""
 
 from collections.abc import Sequence
 
@@ -56,6 +56,7 @@ def _table(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> Table
         if passes
         else []
     )
+    notes.append("± is the standard deviation of a row's passes, around their mean; ms is the median.")
     return Table(setting, headers, cells, [*notes, *method, *messages(rows, _where), *environments(rows)])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cs336_systems.bench.accuracy import require_correct
 from cs336_systems.bench.compilation import CompileWatch, watched
-from cs336_systems.bench.measure import Passes, peak_memory
+from cs336_systems.bench.measure import Passes, Timing, peak_memory, times_of
 from cs336_systems.bench.model import ModelKey, ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
 from cs336_systems.bench.record import Environment, RowFile, Status, now
 from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill
@@ -39,7 +39,7 @@ class ModelSweep:
     Attributes:
         reference: the plain attention that each implementation has to agree with first.
         compiled: whether the model goes through torch.compile, in one graph.
-        ceiling: TFLOP/s of a large matmul in the workloads' dtype, to which utilisation relates.
+        ceiling: TFLOP/s of a large matmul in the workloads' dtype, to which utilisation relates, if there is one.
         ranged: makes the context that names a part of a pass for a profiler.
     """
 
@@ -51,12 +51,12 @@ class ModelSweep:
     device: torch.device
     budget: Passes
     compiled: bool
-    ceiling: float
+    ceiling: float | None
     ranged: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
 
     @property
     def cases(self) -> list[ModelCase]:
-        """Implementations next to one another, so that drifting clocks meet them alike."""
+        """Implementations next to one another, so that clocks drift little between them."""
         return [ModelCase(i, w, p) for w in self.workloads for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool, console: Console) -> list[ModelRow]:
@@ -114,7 +114,7 @@ class ModelSweep:
                     require_correct(implementation.function, self.reference, shape, self.device)
                 model = self.recipe.make_model(workload, implementation.function, self.device)
                 called = torch.compile(model, fullgraph=True) if self.compiled else model
-                with watched(self.compiled) as watch:
+                with watched(self.compiled or implementation.compiled) as watch:
                     return [self._time(case, called, list(model.parameters()), watch, environment) for case in cases]
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold the model.
@@ -135,15 +135,16 @@ class ModelSweep:
             run()
             watch.warm()
             with peak_memory(self.device) as peak:
-                times = torch.tensor(self.budget.times(run, self.device), dtype=torch.float64)
+                run()
+            times = torch.tensor(times_of(run, self.device, self.budget), dtype=torch.float64)
             watch.check_no_recompile()
         except Exception as error:
             return self._row(case, environment, *classify(error))
         finally:
             for parameter in parameters:
                 parameter.grad = None
-        median, p20, p80 = times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
-        tflops = workload.flops(case.pass_) / median / 1e9
+        timing = Timing.of(times.tolist())
+        tflops = workload.flops(case.pass_) / timing.median_ms / 1e9
         return self._row(
             case,
             environment,
@@ -151,13 +152,10 @@ class ModelSweep:
             watch.note,
             mean_ms=times.mean().item(),
             std_ms=times.std(correction=0).item(),
-            median_ms=median,
-            p20_ms=p20,
-            p80_ms=p80,
-            tokens_per_second=1e3 * workload.tokens / median,
+            **asdict(timing),
+            tokens_per_second=1e3 * workload.tokens / timing.median_ms,
             peak_memory_mib=None if peak.bytes is None else peak.bytes / MIB,
             tflops=tflops,
-            utilisation=tflops / self.ceiling,
+            utilisation=tflops / self.ceiling if self.ceiling else None,
             warmup=self.budget.warmup,
-            iterations=len(times),
         )

@@ -34,8 +34,8 @@ _LINE_KEYS: dict[str, Callable[[Row], object]] = {
 _NOT_ON_CONSOLE = (" TFLOP/s", " predicted MiB")
 _PRECISIONS = {
     "highest": "highest (no TF32)",
-    "high": "high (TF32 used)",
-    "medium": "medium (TF32 or bfloat16 used)",
+    "high": "high (TF32 allowed)",
+    "medium": "medium (TF32 or bfloat16 allowed)",
 }
 
 
@@ -155,18 +155,18 @@ def ladders(
         timings = sorted(
             {(row.variant, row.pass_) for row in found}, key=lambda timing: (timing[0] or "", PASSES.index(timing[1]))
         )
+        counted = [timing for timing in timings if timing[0] == timings[0][0]][-1]  # the last pass of the first variant
         by_timing = {(row.implementation, row.variant, row.pass_): row for row in found}
         headers = ["implementation", *(" ".join(filter(None, (pass_, variant, "ms"))) for variant, pass_ in timings)]
         headers += ["TFLOP/s", "speed-up", "MiB before backward"]
         cells = []
         for name in _measured(names, found):
             of_name = [by_timing.get((name, variant, pass_)) for variant, pass_ in timings]
-            last, slowest = of_name[-1], by_timing.get((baseline, *timings[-1]))
+            last, slowest = (by_timing.get((each, *counted)) for each in (name, baseline))
             cells.append([name, *map(_time, of_name), _tflops(last), _speed_up(last, slowest), _memory(last)[0]])
         setting = f"{title}: {batch} x {heads} heads x {n} x {d}, {dtype}, {'causal' if causal else 'not causal'}"
-        notes = [
-            f"TFLOP/s, and the speed-up over {baseline}, are those of {headers[len(timings)].removesuffix(' ms')}."
-        ]
+        of_which = headers[1 + timings.index(counted)].removesuffix(" ms")
+        notes = [f"TFLOP/s, and the speed-up over {baseline}, are those of {of_which}."]
         tables.append(Table(setting, headers, cells, notes + _notes(found, _LINE_KEYS.keys() - {"pass"}, method)))
     return tables
 
@@ -229,6 +229,7 @@ def spread(rows: Sequence[Row]) -> str:
         100 * (row.p80_ms - row.p20_ms) / row.median_ms
         for row in rows
         if row.median_ms and row.p20_ms is not None and row.p80_ms is not None
+        if row.iterations is None or row.iterations > 1  # a single pass has no spread
     )
     if not spreads:
         return ""

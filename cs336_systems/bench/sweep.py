@@ -90,7 +90,7 @@ class Sweep:
 
     @property
     def cases(self) -> list[Case]:
-        """Implementations next to one another, so that drifting clocks meet them alike."""
+        """Implementations next to one another, so that clocks drift little between them."""
         return [Case(i, s, p) for s in self.shapes for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
