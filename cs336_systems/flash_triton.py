@@ -319,11 +319,11 @@ def _(q, k, v, dO, L_base, delta, is_causal):
 
 def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
     """`launch`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
-    are fake, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
+    are fake, meta, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
     """
 
     def call(x: Tensor, *rest: Any) -> Any:
-        plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+        plain = (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_meta
         if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
             return op(x, *rest)
         return launch(x, *rest)
