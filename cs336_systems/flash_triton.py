@@ -319,7 +319,8 @@ def _(q, k, v, dO, L_base, delta, is_causal):
 
 def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
     """`launch`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
-    are fake, meta, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
+    are fake, meta, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short
+    call.
     """
 
     def call(x: Tensor, *rest: Any) -> Any:
