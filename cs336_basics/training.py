@@ -96,5 +96,15 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `save_checkpoint` wrote: tensors and plain values, nothing that could run code."""
-    return torch.load(path, map_location=device, weights_only=True)
+    """What `save_checkpoint` wrote: tensors and plain values, nothing that could run code.
+
+    Raises:
+        ValueError: the file is no checkpoint, or a broken one.
+    """
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # of many kinds, by where the file is broken
+        raise ValueError(f"{path} is no whole checkpoint ({type(error).__name__}); --fresh starts over") from error
+    if not isinstance(state, dict) or "settings" not in state:
+        raise ValueError(f"{path} is no checkpoint of this training; --fresh starts over")
+    return state

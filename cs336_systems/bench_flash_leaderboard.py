@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, publish, run_script
+from cs336_systems.bench.entry import device_named, publish, require_outputs, run_script
 from cs336_systems.bench.measure import COURSE, Duration, limit_memory
 from cs336_systems.bench.report import ladders
 from cs336_systems.bench.sweep import Sweep
@@ -86,6 +86,7 @@ def compiled_whole(implementation: Implementation) -> Implementation:
 
 
 def main(config: Config) -> None:
+    require_outputs(config.out_jsonl, config.out_md)
     device = device_named(config.device)
     defaults = DEFAULTS[device.type]
     budget = Duration(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, publish, run_script
+from cs336_systems.bench.entry import device_named, publish, require_outputs, run_script
 from cs336_systems.bench.measure import Duration, float32_precision, limit_memory
 from cs336_systems.bench.report import comparisons
 from cs336_systems.bench.sweep import Sweep
@@ -95,6 +95,7 @@ class Config:
 
 
 def main(config: Config) -> None:
+    require_outputs(config.out_jsonl, config.out_md)
     device = device_named(config.device)
     grid = GRIDS[device.type]
     names = (config.implementations or grid.implementations) + (tuple(p.name for p in PEERS) if config.peers else ())

@@ -24,7 +24,7 @@ from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, run_script
+from cs336_systems.bench.entry import device_named, require_outputs, run_script
 from cs336_systems.bench.measure import Passes, float32_precision
 from cs336_systems.bench.model import (
     FLOPS_METHOD,
@@ -146,6 +146,7 @@ def recorded_memory(path: Path | None) -> Generator[None]:
 
 
 def main(config: Config) -> None:
+    require_outputs(config.out_jsonl, config.out_md)
     device = device_named(config.device)
     for flag, wanted in (("--nvtx", config.nvtx), ("--memory-snapshot", config.memory_snapshot)):
         if wanted and device.type != "cuda":

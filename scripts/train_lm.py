@@ -9,6 +9,8 @@ stopped (--fresh starts over). Without a GPU a tiny model takes a few steps on t
 """
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint,
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import device_named, run_script
 from cs336_systems.bench.record import Environment
+from cs336_systems.bench.workload import require_at_least
 
 VALIDATION_BATCHES = 4
 PROMPT = "Return the "
@@ -51,8 +54,8 @@ SHAPES = {"cuda": Shape(1024, 512, 1536, 6, 8, 16, 600), "cpu": Shape(64, 32, 64
 class Config:
     """The command line. What is None depends on the machine (see SHAPES)."""
 
-    attention: str = "flash_triton"
-    """The attention function, by its name in cs336_systems.attention."""
+    attention: str | None = None
+    """The name of an attention in cs336_systems.attention; by default flash_triton, on a CPU flash_pytorch."""
     steps: int | None = None
     """Training steps; by default 600, on a CPU 10."""
     context_length: int | None = None
@@ -85,11 +88,11 @@ class Config:
     """Start over instead of going on from the checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.attention not in ATTENTION:
+        if self.attention is not None and self.attention not in ATTENTION:
             raise ValueError(f"--attention is {self.attention!r}; allowed are {', '.join(ATTENTION)}")
-        for name in ("validate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; allowed is at least 1")
+        for name in ("validate_every", "checkpoint_every", "steps", "stop_after", "context_length", "batch"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(1, f"--{name.replace('_', '-')}", value)
 
 
 @dataclass
@@ -141,12 +144,25 @@ def start(config: Config, shape: Shape, device: torch.device) -> Run:
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         d_ff=shape.d_ff,
-        attention=ATTENTION[config.attention].function,
+        attention=ATTENTION[str(config.attention)].function,
     ).to(device)  # made on the CPU, whose random numbers are the same everywhere
     settings = asdict(shape) | {
         name: getattr(config, name) for name in ("attention", "learning_rate", "max_gradient_norm", "seed", "amp")
     }
     return Run(settings, model, AdamW(model.parameters(), lr=config.learning_rate), 0, [])
+
+
+@contextmanager
+def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[None]:
+    """Ctrl-C in the block leaves a checkpoint of the steps done."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        # A step that was cut short may have changed some parameters and not others; only whole steps are kept.
+        if len(run.losses) == run.step and all(p.grad is None for p in run.model.parameters()):
+            save_checkpoint(checkpoint, run.state())
+        message = f"interrupted after step {run.step}; start again without --fresh to go on from {checkpoint}"
+        raise KeyboardInterrupt(message) from interrupt
 
 
 def train(config: Config, shape: Shape, device: torch.device, console: Console) -> Run:
@@ -172,8 +188,11 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
         return torch.stack(losses).mean().item()
 
     last = shape.steps if config.stop_after is None else min(shape.steps, run.step + config.stop_after)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(config.attention, total=shape.steps, completed=run.step)
+    with (
+        saved_on_interrupt(checkpoint, run),
+        Progress(console=console, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task(run.settings["attention"], total=shape.steps, completed=run.step)
         while run.step < last:
             rate = get_cosine_lr(
                 run.step, config.learning_rate, config.learning_rate / 10, max(1, shape.steps // 10), shape.steps
@@ -248,7 +267,10 @@ def main(config: Config) -> None:
         shape = SHAPES[device.type]
         given = {name: getattr(config, name) for name in ("steps", "context_length", "batch")}
         shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
-        implementation = ATTENTION[config.attention]
+        if config.attention is None:
+            config = replace(config, attention="flash_triton" if device.type == "cuda" else "flash_pytorch")
+        config.out_dir.mkdir(parents=True, exist_ok=True)
+        implementation = ATTENTION[str(config.attention)]
         dtype = torch.bfloat16 if config.amp else torch.float32
         if reason := implementation.unsupported_reason(device, dtype, shape.d_model // shape.num_heads):
             raise ValueError(f"{config.attention} cannot run here: {reason}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from cs336_systems import bench_flash_leaderboard, bench_flash_vs_pytorch, flash_triton, ladder
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named
+from cs336_systems.bench.entry import device_named, require_outputs
 from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass
 from cs336_systems.bench.record import RowFile, read_rows
 from cs336_systems.bench.report import comparisons, ladders
@@ -149,6 +149,16 @@ def test_defaults_are_the_course_grid():
     assert grid.implementations == ("naive", "compiled", "flash_triton")
     board, defaults = tyro.cli(bench_flash_leaderboard.Config, args=[]), bench_flash_leaderboard.DEFAULTS["cuda"]
     assert (board.heads, defaults.seq_len, board.d, defaults.dtype) == (16, 16384, 64, "bfloat16")
+
+
+def test_rows_and_tables_go_to_two_files(tmp_path):
+    """One file for both, or a folder, is refused before anything is measured: rows would be lost at the end."""
+    rows = tmp_path / "rows.jsonl"
+    require_outputs(rows, tmp_path / "rows.md")
+    with pytest.raises(ValueError, match="the tables would overwrite the rows"):
+        require_outputs(rows, tmp_path / "." / "rows.jsonl")
+    with pytest.raises(ValueError, match="is a folder; allowed is a file"):
+        require_outputs(rows, tmp_path)
 
 
 def test_powers_of_two():

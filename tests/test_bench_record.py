@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,22 @@ def test_rewriting_that_dies_leaves_the_old_rows(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         file.put(row())
     assert read_rows(path) == [row(status="error")]
-    assert list(tmp_path.iterdir()) == [path]
+    assert [each for each in tmp_path.iterdir() if each.suffix != ".lock"] == [path]
+
+
+def test_writers_at_the_same_time_lose_no_row(tmp_path):
+    """Two that rewrite and append to one file, at once and not in turns: what either has put is there."""
+    path = tmp_path / "metrics.jsonl"
+
+    def write(name: str) -> None:
+        file = RowFile(path)
+        for n in range(1, 31):
+            file.put(row(implementation=name, n_queries=n, status="error"))
+            file.put(row(implementation=name, n_queries=n))  # rewrites, for it replaces
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, ("mine", "other")))
+    assert len(read_rows(path)) == 60
 
 
 def test_two_processes_on_one_file_lose_no_row(tmp_path):

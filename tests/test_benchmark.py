@@ -209,6 +209,17 @@ def test_failures_become_rows_and_the_sweep_goes_on(tmp_path, console):
     ]
 
 
+def test_a_model_that_does_not_fit_is_skipped(tmp_path, console, monkeypatch):
+    """Without a GPU nothing would stop it but the system, which ends the whole sweep."""
+    needed = 16 * TINY.parameters
+    assert WORKLOAD.state_bytes("training_step") == needed == 4 * WORKLOAD.state_bytes("forward")
+    monkeypatch.setattr("cs336_systems.bench.model_sweep.available_bytes", lambda: needed - 1)
+    rows = sweep(example()).run(tmp_path / "a.jsonl", False, console)
+    assert {row.status for row in rows} == {"skipped"} and "available are" in str(rows[0].message)
+    monkeypatch.setattr("cs336_systems.bench.model_sweep.available_bytes", lambda: needed)
+    assert {row.status for row in sweep(example()).run(tmp_path / "a.jsonl", False, console)} == {"ok"}
+
+
 def test_row_statistics(tmp_path, console, monkeypatch):
     """Mean, standard deviation and percentiles are of the same passes, and utilisation is a share of the ceiling."""
     monkeypatch.setattr(Passes, "times", lambda self, run, device: [1.0, 2.0, 3.0, 6.0])

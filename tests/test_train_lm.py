@@ -65,7 +65,7 @@ def test_corpus_and_batches():
 def test_checkpoint_is_whole_at_any_moment(tmp_path, monkeypatch):
     """A write that dies leaves the checkpoint before, and nothing beside it."""
     path = tmp_path / "a.pt"
-    save_checkpoint(path, {"step": 1, "weight": torch.arange(3)})
+    save_checkpoint(path, {"settings": {}, "step": 1, "weight": torch.arange(3)})
 
     def dies(state, file):
         file.write(b"half")
@@ -76,6 +76,10 @@ def test_checkpoint_is_whole_at_any_moment(tmp_path, monkeypatch):
         save_checkpoint(path, {"step": 2})
     assert load_checkpoint(path, CPU)["step"] == 1
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+    for broken in (b"", b"text", path.read_bytes()[:-40]):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a\.pt is no whole checkpoint .*; --fresh starts over"):
+            load_checkpoint(path, CPU)
 
 
 def test_resumed_run_is_the_same_run(train, tmp_path, capsys):

@@ -27,7 +27,7 @@ def run_script(main: Callable[[Config], None], config: type[Config], description
     except (ValueError, OSError, DeviceLostError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as interrupt:
-        print(interrupt, file=sys.stderr)
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         sys.exit(130)  # what a shell gives for a process that Ctrl-C ended
 
 
@@ -46,6 +46,19 @@ def device_named(name: str | None) -> torch.device:
     if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"the device is {name!r}; this machine has {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(index or torch.cuda.current_device()))
+
+
+def require_outputs(jsonl: Path, markdown: Path) -> None:
+    """Check where rows and tables are to go, before anything is measured.
+
+    Raises:
+        ValueError: both to one file, or one of them to a folder.
+    """
+    if jsonl.resolve() == markdown.resolve():
+        raise ValueError(f"--out-jsonl and --out-md are both {jsonl}; the tables would overwrite the rows")
+    for path in (jsonl, markdown):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; allowed is a file")
 
 
 def method(implementations: Sequence[Implementation], budget: Budget, device: torch.device) -> tuple[str, ...]:

@@ -116,6 +116,11 @@ class ModelWorkload:
         attention = 4 * self.batch * size.num_layers * size.d_model * n**2 / 2
         return FLOPS_OVER_FORWARD[pass_] * (dense + attention)
 
+    def state_bytes(self, pass_: ModelPass) -> int:
+        """Bytes of the parameters, and of their gradients and AdamW's two moments where the pass has them."""
+        tensors = {"forward": 1, "forward_backward": 2, "training_step": 4}[pass_]
+        return tensors * self.size.parameters * torch.float32.itemsize
+
     def token_ids(self, device: torch.device, seed: int = 0) -> tuple[Int[Tensor, "batch n"], Int[Tensor, "batch n"]]:
         """Random tokens and the targets that follow each; the same for the same seed and kind of device."""
         generator = torch.Generator(device).manual_seed(seed)

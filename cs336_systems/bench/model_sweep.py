@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from cs336_systems.bench.accuracy import require_correct
 from cs336_systems.bench.compilation import CompileWatch, watched
-from cs336_systems.bench.measure import Passes, Timing, peak_memory, times_of
+from cs336_systems.bench.measure import Passes, Timing, available_bytes, peak_memory, times_of
 from cs336_systems.bench.model import ModelKey, ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
 from cs336_systems.bench.record import Environment, RowFile, Status, now
-from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill
+from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill, gib
 from cs336_systems.bench.workload import MIB, AttentionShape
 from cs336_systems.implementation import AttentionFunction, Implementation
 
@@ -72,7 +72,6 @@ class ModelSweep:
             lambda cases: self._measure(cases, environment),
             self.device,
             console,
-            fresh,
         )
         return [file.rows[key] for key in keys.values()]
 
@@ -107,6 +106,11 @@ class ModelSweep:
         implementation, workload = cases[0].implementation, cases[0].workload
         if reason := implementation.unsupported_reason(self.device, workload.dtype, workload.size.d_head):
             return [self._row(case, environment, "unsupported", reason) for case in cases]
+        available = available_bytes() if self.device.type == "cpu" else None
+        needed = max(workload.state_bytes(case.pass_) for case in cases)
+        if available is not None and needed > available:
+            message = f"parameters, gradients and optimizer need {gib(needed)}, available are {gib(available)}"
+            return [self._row(case, environment, "skipped", message) for case in cases]
         try:
             with implementation.context():
                 shape = AttentionShape(1, workload.size.num_heads, 1, 1, workload.size.d_head, workload.dtype, True)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, g
 from uuid import uuid4
 
 import torch
+from filelock import FileLock
 
 from cs336_systems.bench.workload import Pass
 
@@ -200,19 +201,27 @@ class RowFile(Generic[AnyRecord]):
     there by then.
 
     Raises:
-        RecordError: any other line that is no row; the file stays as it is.
+        RecordError: any other line that is no row, also where it was to start afresh; the file stays as it is.
     """
 
     def __init__(self, path: Path, fresh: bool = False, kind: type[AnyRecord] = Row) -> None:  # ty: ignore[invalid-parameter-default]
         self.path, self.kind = path, kind
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = b"" if fresh or not path.exists() else path.read_bytes()
-        self.rows = _by_key(_parse(path, before, kind))
-        if fresh or before != self._content():
-            self._rewrite()
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
+        with self._lock:
+            before = path.read_bytes() if path.exists() else b""
+            self.rows = _by_key(_parse(path, before, kind))
+            if fresh:
+                self.rows = {}
+            if before != self._content():
+                self._rewrite()
 
     def put(self, row: AnyRecord) -> None:
         """Add the row, or let it replace the one with the same key; on disk when this returns."""
+        with self._lock:
+            self._put(row)
+
+    def _put(self, row: AnyRecord) -> None:
         if row.key in self.rows:
             on_disk = _parse(self.path, self.path.read_bytes(), self.kind) if self.path.exists() else ()
             self.rows = _by_key([*self.rows.values(), *on_disk, row])  # another process may have added rows

@@ -128,7 +128,6 @@ class Sweep:
             measure,
             self.device,
             console or Console(),
-            fresh,
         )
         return [file.rows[key] for key in keys.values()]
 
@@ -169,7 +168,7 @@ class Sweep:
         needed = shape.peak_bytes(implementation.saved_bytes_per_score(shape.dtype))
         available = available_bytes() if self.device.type == "cpu" else None
         if available is not None and needed > available:
-            message = f"needs {_gib(needed)}, available are {_gib(available)}"
+            message = f"needs {gib(needed)}, available are {gib(available)}"
             return dict.fromkeys(passes, Measured("skipped", message))
 
         try:
@@ -211,7 +210,6 @@ def fill(
     measure: Callable[[Sequence[AnyCase]], list[AnyRecord]],
     device: torch.device,
     console: Console,
-    fresh: bool,
 ) -> None:
     """Measure each case whose row in `file` is missing or not final, and put its row there.
 
@@ -219,7 +217,6 @@ def fill(
         keys: the cases in the order in which they are measured, and the keys of their rows.
         group_of: cases one after another with the same group are measured together.
         measure: cases of one group -> their rows.
-        fresh: what `file` was opened with.
 
     Raises:
         DeviceLostError: the GPU failed for good; the row is recorded.
@@ -229,7 +226,7 @@ def fill(
         _fill(file, keys, is_final, group_of, measure, device, console)
     except KeyboardInterrupt as interrupt:
         held = sum(key in file.rows for key in keys.values())
-        again = f"start again{' without --fresh' if fresh else ''} to go on"
+        again = "start again without --fresh to go on"
         raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {file.path}; {again}") from interrupt
 
 
@@ -307,7 +304,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:LONGEST_MESSAGE]
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
