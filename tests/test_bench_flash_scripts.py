@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +14,21 @@ import torch
 import tyro
 from torch import Tensor
 
-from cs336_systems import bench_flash_leaderboard, bench_flash_vs_pytorch, flash_triton, ladder
+from cs336_systems import (
+    autotune,
+    bench_flash_leaderboard,
+    bench_flash_vs_pytorch,
+    benchmark,
+    flash_triton,
+    ladder,
+    peers,
+)
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
 from cs336_systems.bench.entry import device_named, require_outputs
-from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass
+from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass, times_of
 from cs336_systems.bench.record import RowFile, read_rows
-from cs336_systems.bench.report import comparisons, ladders
+from cs336_systems.bench.report import comparisons, ladders, spread
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import PASSES, AttentionShape, powers_of_two
 
@@ -159,6 +168,50 @@ def test_rows_and_tables_go_to_two_files(tmp_path):
         require_outputs(rows, tmp_path / "." / "rows.jsonl")
     with pytest.raises(ValueError, match="is a folder; allowed is a file"):
         require_outputs(rows, tmp_path)
+
+
+@pytest.mark.parametrize("script", [VERSUS, LEADERBOARD, autotune, benchmark], ids=lambda script: script.__name__)
+def test_no_script_lets_its_tables_overwrite_its_rows(script, tmp_path):
+    both = str(tmp_path / "one")
+    with pytest.raises(ValueError, match="the tables would overwrite the rows"):
+        script.main(tyro.cli(script.Config, args=["--out-jsonl", both, "--out-md", both]))
+
+
+def test_times_are_taken_on_the_gpu_that_was_named(monkeypatch):
+    """Events and the buffer that flushes the cache belong to the current GPU, which has to be the measured one."""
+    current = []
+
+    @contextmanager
+    def made_current(device):
+        current.append(str(device))
+        yield
+        current.append("left")
+
+    def times(self, run, device):
+        assert current == ["cuda:1"]
+        return [1.0]
+
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(Passes, "times", times)
+    assert times_of(lambda: None, torch.device("cuda:1"), Passes()) == [1.0]
+    assert current == ["cuda:1", "left"]
+
+
+def test_a_single_pass_has_no_spread():
+    """Its percentiles are one number, which would look like a perfect measurement."""
+    single = row(iterations=1, p20_ms=2.0, p80_ms=2.0)
+    several = row(d=16, iterations=9, p20_ms=1.8, p80_ms=2.2)
+    assert spread([single]) == ""
+    assert "20.0 % for the middle row" in spread([single, several])
+
+
+def test_flex_lets_its_masks_go(monkeypatch):
+    """They grow with the square of the length, and would be blamed on the rows that come after."""
+    monkeypatch.setattr(peers, "create_block_mask", lambda *_, **__: object())
+    with ATTENTION["flex"].context():
+        peers._causal_blocks(128, 128, CPU)
+        assert peers._causal_blocks.cache_info().currsize == 1
+    assert peers._causal_blocks.cache_info().currsize == 0
 
 
 def test_powers_of_two():

@@ -147,6 +147,17 @@ def test_rewriting_that_dies_leaves_the_old_rows(tmp_path, monkeypatch):
     assert [each for each in tmp_path.iterdir() if each.suffix != ".lock"] == [path]
 
 
+def test_starting_afresh_spares_what_holds_no_rows(tmp_path):
+    """`fresh` empties a file of rows; a file of anything else was named by mistake."""
+    rows, notes = tmp_path / "rows.jsonl", tmp_path / "notes.md"
+    RowFile(rows).put(row())
+    assert RowFile(rows, fresh=True).rows == {} and rows.read_bytes() == b""
+    notes.write_text("# My notes\n", encoding="utf-8")
+    with pytest.raises(RecordError, match=r"notes\.md, line 1 is not a benchmark row"):
+        RowFile(notes, fresh=True)
+    assert notes.read_text(encoding="utf-8") == "# My notes\n"
+
+
 def test_writers_at_the_same_time_lose_no_row(tmp_path, monkeypatch):
     """Two that rewrite and append to one file, at once and not in turns: what either has put is there."""
     path = tmp_path / "metrics.jsonl"

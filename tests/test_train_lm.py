@@ -94,6 +94,25 @@ def test_resumed_run_is_the_same_run(train, tmp_path, capsys):
     assert train(tmp_path / "parts", "--attention", "naive", "--fresh") == whole
 
 
+def test_interrupted_run_goes_on_where_it_was(script, train, tmp_path, monkeypatch):
+    """Ctrl-C at the beginning of the fourth step leaves a checkpoint of three, and says so."""
+    whole = train(tmp_path / "whole", "--attention", "naive")
+    names, calls = script["train"].__globals__, []
+    batch = names["batch_at"]
+
+    def interrupting(content, step, size, context_length, seed, device):
+        calls.append((step, seed))
+        if calls.count((3, 0)) == 1 and calls[-1] == (3, 0):  # validation has another seed
+            raise KeyboardInterrupt
+        return batch(content, step, size, context_length, seed, device)
+
+    monkeypatch.setitem(names, "batch_at", interrupting)
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted after step 3; start again without --fresh"):
+        train(tmp_path / "parts", "--attention", "naive")
+    assert load_checkpoint(tmp_path / "parts" / "naive.pt", CPU)["step"] == 3
+    assert train(tmp_path / "parts", "--attention", "naive") == whole
+
+
 def test_attentions_train_alike(train, tmp_path):
     """From one seed, naive and flash attention have the same losses but for rounding; another seed has others."""
     naive = train(tmp_path, "--attention", "naive")
