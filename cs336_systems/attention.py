@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from cs336_basics.modules import scaled_dot_product_attention
 from cs336_systems import flash_pytorch, flash_triton, peers
-from cs336_systems.implementation import Implementation
+from cs336_systems.implementation import Implementation, first_line
 from cs336_systems.inputs import MAX_HEAD_DIM, attention_inputs
 
 
@@ -44,7 +44,7 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | No
     try:
         flash_triton.tiles_for(torch.empty(0, d, dtype=dtype, device=device))
     except (TypeError, ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

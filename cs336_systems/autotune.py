@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 from cs336_systems import flash_triton
 from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import run_script
+from cs336_systems.bench.entry import overridden, require_outputs, run_script
 from cs336_systems.bench.measure import Duration
 from cs336_systems.bench.record import read_rows
 from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
@@ -92,13 +92,13 @@ class Config:
 
 def shape_of(config: Config, defaults: Defaults) -> AttentionShape:
     """Self-attention in the sizes of the command line."""
-    n = defaults.seq_len if config.seq_len is None else config.seq_len
-    heads = defaults.heads if config.heads is None else config.heads
-    d = defaults.d if config.d is None else config.d
-    return AttentionShape(config.batch, heads, n, n, d, DTYPES[config.dtype or defaults.dtype], config.causal)
+    sizes = overridden(defaults, seq_len=config.seq_len, heads=config.heads, d=config.d, dtype=config.dtype)
+    n = sizes.seq_len
+    return AttentionShape(config.batch, sizes.heads, n, n, sizes.d, DTYPES[sizes.dtype], config.causal)
 
 
 def main(config: Config) -> None:
+    require_outputs(config.out_jsonl, config.out_md)
     interpreted = flash_triton.is_interpreted() or not torch.cuda.is_available()
     device = torch.device("cpu" if interpreted else "cuda")
     defaults = DEFAULTS[device.type]

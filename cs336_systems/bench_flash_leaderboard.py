@@ -17,8 +17,8 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, publish, require_outputs, run_script
-from cs336_systems.bench.measure import COURSE, Duration, limit_memory
+from cs336_systems.bench.entry import device_named, limited, overridden, publish, require_outputs, run_script
+from cs336_systems.bench.measure import COURSE, Duration
 from cs336_systems.bench.report import ladders
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape
@@ -88,16 +88,11 @@ def compiled_whole(implementation: Implementation) -> Implementation:
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
     device = device_named(config.device)
-    defaults = DEFAULTS[device.type]
-    budget = Duration(
-        defaults.duration.warmup if config.warmup is None else config.warmup,
-        defaults.duration.rep if config.rep is None else config.rep,
-    )
-    if config.memory_limit_gib is not None:
-        limit_memory(device, config.memory_limit_gib)
-    n, dtype = defaults.seq_len if config.seq_len is None else config.seq_len, DTYPES[config.dtype or defaults.dtype]
+    defaults = overridden(DEFAULTS[device.type], seq_len=config.seq_len, dtype=config.dtype)
+    budget = overridden(defaults.duration, warmup=config.warmup, rep=config.rep)
+    limit = limited(device, config.memory_limit_gib)
+    n, dtype = defaults.seq_len, DTYPES[defaults.dtype]
     rungs = (*LADDER, *(PEERS if config.peers else ()))
-    limit = () if config.memory_limit_gib is None else (f"{config.memory_limit_gib:g} GiB",)
     plain = Sweep(
         implementations=rungs,
         shapes=[AttentionShape(1, config.heads, n, n, config.d, dtype, True)],
@@ -105,13 +100,13 @@ def main(config: Config) -> None:
         reference=ATTENTION["naive"].function,
         device=device,
         budget=budget,
-        variant=", ".join(limit) or None,
+        variant=limit,
     )
     course = replace(
         plain,
         implementations=[compiled_whole(rung) for rung in rungs],
         passes=("forward_backward",),
-        variant=", ".join((COURSE_HARNESS, *limit)),
+        variant=", ".join(filter(None, (COURSE_HARNESS, limit))),
         harness=COURSE,
     )
     console = Console()

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, publish, require_outputs, run_script
-from cs336_systems.bench.measure import Duration, float32_precision, limit_memory
+from cs336_systems.bench.entry import device_named, limited, overridden, publish, require_outputs, run_script
+from cs336_systems.bench.measure import Duration, float32_precision
 from cs336_systems.bench.report import comparisons
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two, require_at_least
@@ -97,16 +97,14 @@ class Config:
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
     device = device_named(config.device)
-    grid = GRIDS[device.type]
-    names = (config.implementations or grid.implementations) + (tuple(p.name for p in PEERS) if config.peers else ())
-    budget = Duration(
-        grid.duration.warmup if config.warmup is None else config.warmup,
-        grid.duration.rep if config.rep is None else config.rep,
+    grid = overridden(
+        GRIDS[device.type], seq_max=config.seq_max, d_max=config.d_max, implementations=config.implementations or None
     )
-    lengths = powers_of_two("seq", config.seq_min, grid.seq_max if config.seq_max is None else config.seq_max)
-    head_dims = powers_of_two("d", config.d_min, grid.d_max if config.d_max is None else config.d_max)
-    if config.memory_limit_gib is not None:
-        limit_memory(device, config.memory_limit_gib)
+    names = grid.implementations + (tuple(p.name for p in PEERS) if config.peers else ())
+    budget = overridden(grid.duration, warmup=config.warmup, rep=config.rep)
+    lengths = powers_of_two("seq", config.seq_min, grid.seq_max)
+    head_dims = powers_of_two("d", config.d_min, grid.d_max)
+    variant = limited(device, config.memory_limit_gib)
 
     console, rows, fresh = Console(), [], config.fresh
     for name in dict.fromkeys(config.dtypes):
@@ -124,7 +122,7 @@ def main(config: Config) -> None:
                     reference=ATTENTION["naive"].function,
                     device=device,
                     budget=budget,
-                    variant=None if config.memory_limit_gib is None else f"{config.memory_limit_gib:g} GiB",
+                    variant=variant,
                 )
                 rows += sweep.run(config.out_jsonl, fresh, console)
                 measure_ceiling(config.out_jsonl, DTYPES[name], device, budget)

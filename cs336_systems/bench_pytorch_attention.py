@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import publish, run_script
-from cs336_systems.bench.measure import Passes, limit_memory
+from cs336_systems.bench.entry import limited, overridden, publish, run_script
+from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.report import comparisons
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
@@ -76,25 +76,21 @@ def main(config: Config) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     grid = GRIDS[device.type]
     implementations = [ATTENTION[name] for name in (["naive", "compiled"] if config.compile else ["naive"])]
-    budget = Passes(
-        warmup=grid.budget.warmup if config.warmup is None else config.warmup,
-        iterations=grid.budget.iterations if config.iters is None else config.iters,
-    )
-    if config.memory_limit_gib is not None:
-        limit_memory(device, config.memory_limit_gib)
-    lengths = grid.lengths if config.lengths is None else config.lengths
+    grid = overridden(grid, lengths=config.lengths)
+    budget = overridden(grid.budget, warmup=config.warmup, iterations=config.iters)
+    variant = limited(device, config.memory_limit_gib)
     sweep = Sweep(
         implementations=implementations,
         shapes=[
             AttentionShape(config.batch, 1, n, n, d, DTYPES[config.dtype], config.causal)
             for d in dict.fromkeys(config.head_dims)
-            for n in dict.fromkeys(lengths)
+            for n in dict.fromkeys(grid.lengths)
         ],
         passes=("forward", "backward"),
         reference=ATTENTION["naive"].function,
         device=device,
         budget=budget,
-        variant=None if config.memory_limit_gib is None else f"{config.memory_limit_gib:g} GiB",
+        variant=variant,
     )
     console, jsonl = Console(), config.out_dir / "metrics.jsonl"
     publish(

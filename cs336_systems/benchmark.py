@@ -24,7 +24,7 @@ from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, require_outputs, run_script
+from cs336_systems.bench.entry import device_named, overridden, require_outputs, run_script
 from cs336_systems.bench.measure import Passes, float32_precision
 from cs336_systems.bench.model import (
     FLOPS_METHOD,
@@ -151,11 +151,7 @@ def main(config: Config) -> None:
     for flag, wanted in (("--nvtx", config.nvtx), ("--memory-snapshot", config.memory_snapshot)):
         if wanted and device.type != "cuda":
             raise ValueError(f"{flag} needs a GPU, got {device}")
-    steps = STEPS[device.type]
-    budget = Passes(
-        steps.warmup if config.warmup is None else config.warmup,
-        steps.iterations if config.steps is None else config.steps,
-    )
+    budget = overridden(STEPS[device.type], warmup=config.warmup, iterations=config.steps)
     contexts = dict.fromkeys(config.sweep_contexts or (config.context_length,))
     sizes = SIZES.values() if config.sweep else [SIZES[name] for name in dict.fromkeys(config.model_size)]
     workloads = [ModelWorkload(size, n, config.batch, config.amp == "bf16") for size in sizes for n in contexts]

@@ -11,6 +11,11 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """`attention(q, k, v, is_causal) -> o`: q and o are (..., n_queries, d), k and v are (..., n_keys, d)."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; nothing where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 def refuses_nothing(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
     """A `refusal` that never comes."""
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from cs336_systems.implementation import AttentionFunction
+from cs336_systems.implementation import AttentionFunction, first_line
 
 Q = Float[Tensor, "batch heads n_queries d"]
 KV = Float[Tensor, "batch heads n_keys d"]
@@ -46,7 +46,7 @@ def refusal_of(function: AttentionFunction) -> Callable[[torch.device, torch.dty
         try:
             function(x, x, x, True).sum().backward()
         except RuntimeError as error:
-            return str(error).strip().splitlines()[0]
+            return first_line(error)
         return None
 
     return refusal

@@ -7,12 +7,12 @@ It writes PNG files and prints their paths: a figure for each dtype, mask, pass 
 each head dim, a line for each implementation, a cross where it ran out of memory.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from cs336_systems.bench.entry import run_script
 from cs336_systems.bench.plots import draw
 from cs336_systems.bench.record import read_rows
 
@@ -38,7 +38,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_script(main, Config, __doc__)

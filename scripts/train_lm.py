@@ -26,7 +26,7 @@ from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import device_named, run_script
+from cs336_systems.bench.entry import device_named, overridden, run_script
 from cs336_systems.bench.record import Environment
 from cs336_systems.bench.workload import require_at_least
 
@@ -265,8 +265,7 @@ def main(config: Config) -> None:
     if not config.plot:
         device = device_named(config.device)
         shape = SHAPES[device.type]
-        given = {name: getattr(config, name) for name in ("steps", "context_length", "batch")}
-        shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
+        shape = overridden(shape, steps=config.steps, context_length=config.context_length, batch=config.batch)
         if config.attention is None:
             config = replace(config, attention="flash_triton" if device.type == "cuda" else "flash_pytorch")
         config.out_dir.mkdir(parents=True, exist_ok=True)

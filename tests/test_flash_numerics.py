@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cs336_systems import flash_triton
+from cs336_systems.bench.measure import float32_precision
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
 from cs336_systems.kernels.tiles import KIB, Gpu
@@ -45,17 +46,6 @@ def equal(a: Result, b: Result) -> bool:
     """Whether two runs gave the same bits."""
     pairs = [(getattr(a, name), getattr(b, name)) for name in TENSORS]
     return all(torch.equal(x, y) for x, y in pairs)
-
-
-@contextmanager
-def float32_matmul_precision(precision: str):
-    """torch.set_float32_matmul_precision for the length of a block."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager
@@ -206,12 +196,12 @@ def test_one_logit_far_above_the_rest(flash):
 def test_float32_has_no_tf32_error(flash, is_causal):
     """At the precision "highest" float32 is float32; TF32 would be off by 1e-3."""
     inputs = Case((1, 1), 128, 128, 32).draw(torch.float32, DEVICE)
-    with float32_matmul_precision("highest"):
+    with float32_precision("highest"):
         result = run_attention(flash_function(flash), inputs, is_causal)
     exact = dense_attention(inputs, is_causal)
     for name in TENSORS:
         assert largest_error(getattr(result, name), getattr(exact, name)) < 1e-5, name
-    with float32_matmul_precision("highest"):
+    with float32_precision("highest"):
         assert_within_budget(result, inputs, is_causal)
 
 
@@ -220,7 +210,7 @@ def test_float32_has_no_tf32_error(flash, is_causal):
 def test_tf32_where_it_was_asked_for(flash):
     """At the precision "high" the result may have TF32's error, and no more."""
     inputs = Case((1, 1), 128, 128, 32).draw(torch.float32, DEVICE)
-    with float32_matmul_precision("high"):
+    with float32_precision("high"):
         result = run_attention(flash_function(flash), inputs, True)
     exact = dense_attention(inputs, True)
     for name in TENSORS:
@@ -242,7 +232,7 @@ def test_how_float32_is_multiplied(capability, dtype, precision, expected, monke
     """Which product each precision asks for, also where there is no GPU to run it."""
     monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
     monkeypatch.setattr(flash_triton, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
-    with float32_matmul_precision(precision):
+    with float32_precision(precision):
         assert flash_triton._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
 
 

@@ -2,22 +2,27 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import tyro
 from rich.console import Console
 
 from cs336_systems.bench.ceiling import CEILING
-from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget
+from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget, limit_memory
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import DeviceLostError
 from cs336_systems.bench.workload import FLOPS_METHOD
 from cs336_systems.implementation import Implementation
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Config = TypeVar("Config")
+Defaults = TypeVar("Defaults", bound="DataclassInstance")
 
 
 def run_script(main: Callable[[Config], None], config: type[Config], description: str | None) -> None:
@@ -46,6 +51,22 @@ def device_named(name: str | None) -> torch.device:
     if int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"the device is {name!r}; this machine has {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(index or torch.cuda.current_device()))
+
+
+def overridden(defaults: Defaults, **given: object) -> Defaults:
+    """`defaults`, a frozen dataclass, with those of the given fields that are not None."""
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+
+
+def limited(device: torch.device, gib: float | None) -> str | None:
+    """Limit the memory of this process, if that is asked for, and name the variant that its rows are then of.
+
+    Raises: as `limit_memory`.
+    """
+    if gib is None:
+        return None
+    limit_memory(device, gib)
+    return f"{gib:g} GiB"
 
 
 def require_outputs(jsonl: Path, markdown: Path) -> None:

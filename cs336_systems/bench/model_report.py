@@ -51,11 +51,9 @@ def _table(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> Table
         f"{name} {SIZES[name].parameters:,}" for name in dict.fromkeys(row.model_size for row in rows)
     )
     passes = sorted({row.iterations for row in rows if row.iterations is not None})
-    notes = (
-        [f"Parameters: {parameters}.", f"Times are the median of {' or '.join(map(str, passes))} passes."]
-        if passes
-        else []
-    )
+    notes = [f"Parameters: {parameters}."]
+    if passes:
+        notes.append(f"Times are the median of {' or '.join(map(str, passes))} passes.")
     notes.append("± is the standard deviation of a row's passes, around their mean; ms is the median.")
     return Table(setting, headers, cells, [*notes, *method, *messages(rows, _where), *environments(rows)])
 

@@ -63,6 +63,8 @@ class Record:
 
     OPTIONAL: ClassVar[frozenset[str]] = frozenset({"warmup", "iterations"})
     """Keys that a line of JSON may lack."""
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
+    """Keys that a line of JSON has only where they are set."""
     MEASURED: ClassVar[frozenset[str]] = frozenset({"median_ms", "p20_ms", "p80_ms", "warmup", "iterations"})
     """Fields that are None where nothing was timed."""
 
@@ -94,7 +96,8 @@ class Record:
         common = [field.name for field in fields(Record)]
         own = [field.name for field in fields(self) if field.name not in common]
         values = {_to_key(name): _finite(getattr(self, name)) for name in (*common[:2], *own, *common[2:])}
-        return json.dumps(values, allow_nan=False, ensure_ascii=False)
+        written = {key: value for key, value in values.items() if value is not None or key not in self.LEFT_OUT}
+        return json.dumps(written, allow_nan=False, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -141,6 +144,7 @@ class Row(Record):
     """One attention implementation, shape and pass, measured once. JSON has `variant` only if it is set."""
 
     OPTIONAL = Record.OPTIONAL | {"variant"}
+    LEFT_OUT = Record.LEFT_OUT | {"variant"}
     MEASURED = Record.MEASURED | {"tflops"}
 
     pass_: Pass
@@ -159,12 +163,6 @@ class Row(Record):
     @property
     def key(self) -> Key:
         return Key(**{name: getattr(self, name) for name in Key._fields})
-
-    def to_json(self) -> str:
-        values = json.loads(super().to_json())
-        if values["variant"] is None:
-            del values["variant"]
-        return json.dumps(values, ensure_ascii=False)
 
 
 def _to_key(field: str) -> str:

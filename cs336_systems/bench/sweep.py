@@ -1,7 +1,8 @@
 """A grid of shapes x implementations x passes, measured into a JSONL file that a later run continues."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +27,7 @@ from cs336_systems.bench.measure import (
 )
 from cs336_systems.bench.record import AnyRecord, Environment, Key, Record, Row, RowFile, Status, now
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
-from cs336_systems.implementation import AttentionFunction, Implementation
+from cs336_systems.implementation import AttentionFunction, Implementation, first_line
 
 # The others are tried again: what was an error may be mended, and what was unsupported or skipped costs nothing to ask.
 FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom"})
@@ -56,6 +57,11 @@ class Case:
         return f"{self.implementation.name} {self.pass_}, d {s.d}, length {length}, {s.dtype_name}"
 
 
+def joined(message: str | None, note: str) -> str:
+    """`note` after what a row has to say already."""
+    return f"{message}; {note}" if message else note
+
+
 @dataclass(frozen=True)
 class Measured:
     """How a case ended, and what was measured by then."""
@@ -68,7 +74,7 @@ class Measured:
 
     def noting(self, note: str) -> "Measured":
         """The same with `note` after what its message says."""
-        return replace(self, message=f"{self.message}; {note}" if self.message else note)
+        return replace(self, message=joined(self.message, note))
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,16 @@ class Sweep:
         return Measured("ok", watch.note, memory_mib, timing, tflops)
 
 
+@contextmanager
+def counted_on_interrupt(file: RowFile[AnyRecord], keys: Collection[Hashable], again: str) -> Generator[None]:
+    """Ctrl-C in the block says how many of these rows are on record by then, and how to go on: SweepInterrupted."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        held = sum(key in file.rows for key in keys)
+        raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {file.path}; {again}") from interrupt
+
+
 AnyCase = TypeVar("AnyCase", bound=Hashable)
 
 
@@ -222,30 +238,14 @@ def fill(
         DeviceLostError: the GPU failed for good; the row is recorded.
         SweepInterrupted: Ctrl-C.
     """
-    try:
-        _fill(file, keys, is_final, group_of, measure, device, console)
-    except KeyboardInterrupt as interrupt:
-        held = sum(key in file.rows for key in keys.values())
-        again = "start again without --fresh to go on"
-        raise SweepInterrupted(f"interrupted; {held} of {len(keys)} rows are in {file.path}; {again}") from interrupt
-
-
-def _fill(
-    file: RowFile[AnyRecord],
-    keys: Mapping[AnyCase, Hashable],
-    is_final: Callable[[AnyRecord], bool],
-    group_of: Callable[[AnyCase], object],
-    measure: Callable[[Sequence[AnyCase]], list[AnyRecord]],
-    device: torch.device,
-    console: Console,
-) -> None:
     todo = [case for case, key in keys.items() if (row := file.rows.get(key)) is None or not is_final(row)]
     if len(todo) < len(keys):
         kept = f"{file.path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
         console.print(kept, markup=False, highlight=False, soft_wrap=True)
 
     baseline = release_memory(device)
-    with _progress(console) as progress:
+    again = "start again without --fresh to go on"
+    with counted_on_interrupt(file, keys.values(), again), _progress(console) as progress:
         task, start, done = progress.add_task("", total=len(todo)), time.monotonic(), 0
         for _, group in groupby(todo, key=group_of):
             cases = list(group)
@@ -269,18 +269,20 @@ def _release(device: torch.device, baseline: int, last: AnyRecord) -> tuple[AnyR
     Returns:
         The last row, with a note where that failed; and what happened where the GPU can no longer be used at all.
     """
-
-    def noting(note: str) -> str:
-        return f"{last.message}; {note}" if last.message else note
-
     try:
         held = release_memory(device) - baseline
     except RuntimeError as error:
-        lost = f"the GPU failed for good: {_first_line(error)}"
-        return replace(last, status="error", message=noting(lost), **dict.fromkeys(last.MEASURED)), lost
+        lost = lost_for_good(error)
+        return replace(last, status="error", message=joined(last.message, lost), **dict.fromkeys(last.MEASURED)), lost
     if held > MIB:
-        return replace(last, message=noting(f"{held / MIB:.1f} MiB stayed allocated after it")), None
+        note = f"{held / MIB:.1f} MiB stayed allocated after it"
+        return replace(last, message=joined(last.message, note)), None
     return last, None
+
+
+def lost_for_good(error: BaseException) -> str:
+    """What a row says of a GPU that can no longer be used at all."""
+    return f"the GPU failed for good: {first_line(error)[:LONGEST_MESSAGE]}"
 
 
 def classify(error: BaseException) -> tuple[Status, str]:
@@ -297,11 +299,7 @@ def classify(error: BaseException) -> tuple[Status, str]:
         isinstance(error, RuntimeError) and any(known in text for known in OUT_OF_MEMORY_TEXTS)
     ):
         status = "oom"
-    return status, f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:LONGEST_MESSAGE]
+    return status, f"{type(error).__name__}: {first_line(error)[:LONGEST_MESSAGE]}"
 
 
 def gib(size: int) -> str:

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
 from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
 from cs336_systems.bench.report import Table, environments, passes, spread
-from cs336_systems.bench.sweep import DeviceLostError, Measured, SweepInterrupted, classify
+from cs336_systems.bench.sweep import DeviceLostError, Measured, classify, counted_on_interrupt, lost_for_good
 from cs336_systems.bench.workload import AttentionShape, Pass
 
 KIB = 1024
@@ -102,13 +102,9 @@ class Search:
             SweepInterrupted: Ctrl-C.
         """
         run = _Run(self, RowFile(path, fresh, TrialRow), Environment.capture(self.device), console)
-        try:
+        again = f"start again{' without --fresh' if fresh else ''} to go on"
+        with counted_on_interrupt(run.file, [run.key(trial) for trial in self.trials], again):
             run.measure_missing()
-        except KeyboardInterrupt as interrupt:
-            held = sum(run.row(trial) is not None for trial in self.trials)
-            again = f"start again{' without --fresh' if fresh else ''} to go on"
-            message = f"interrupted; {held} of {len(self.trials)} rows are in {path}; {again}"
-            raise SweepInterrupted(message) from interrupt
         return [row for trial in self.trials if (row := run.row(trial))]
 
 
@@ -204,7 +200,7 @@ class _Run:
         try:
             release_memory(self.search.device)
         except RuntimeError as error:
-            lost = f"the GPU failed for good: {str(error).strip().splitlines()[0]}"
+            lost = lost_for_good(error)
             measured = Measured("error", measured.message).noting(lost)
         timing = measured.timing
         self.file.put(
