@@ -12,8 +12,15 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; nothing where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """The first line of what an error says; nothing where it says nothing.
+
+    A CompilationError of Triton's begins with source text, once more for every helper that the kernel calls: there it
+    is what the innermost one says is wrong.
+    """
+    while hasattr(error, "error_message") and error.__cause__ is not None:
+        error = error.__cause__
+    said = getattr(error, "error_message", None) or str(error)
+    return next(iter(said.strip().splitlines()), "")
 
 
 def refuses_nothing(device: torch.device, dtype: torch.dtype, d: int) -> str | None:

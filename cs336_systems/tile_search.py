@@ -20,8 +20,8 @@ from cs336_systems import flash_triton
 from cs336_systems.bench.accuracy import SLACK, WrongResultError, attention_and_gradients, error_budget, max_error
 from cs336_systems.bench.record import Environment
 from cs336_systems.bench.report import Table
-from cs336_systems.bench.sweep import Measured
-from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, TrialRow, failed, ranked, ranking
+from cs336_systems.bench.sweep import Measured, classify
+from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, TrialRow, ranked, ranking
 from cs336_systems.bench.workers import done_apart
 from cs336_systems.bench.workload import AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction
@@ -462,7 +462,7 @@ def _start(bench: TileBench) -> Callable[[Job], Measured | None]:
             if bench.device.type == "cuda":
                 torch.cuda.synchronize(bench.device)
         except Exception as error:
-            return failed(error)
+            return Measured(*classify(error))
         return None
 
     return run

@@ -178,16 +178,6 @@ def test_a_row_for_each_trial_however_it_ends(tmp_path):
     assert Resources.of(rows[0]) == Resources(None, None, None)
 
 
-def test_a_compilation_error_says_what_not_only_where():
-    class CompilationError(Exception):
-        pass
-
-    error = CompilationError(
-        "at 26:21:\n    rows = tl.arange(0, 48)\n           ^\narange's range must be a power of 2"
-    )
-    assert tuning.failed(error) == Measured("error", "CompilationError: at 26:21: arange's range must be a power of 2")
-
-
 def test_a_wrong_one_is_not_timed(tmp_path):
     calls = []
     search(trial("wrong", wrong=True, calls=calls)).run(tmp_path / "rows.jsonl", False, QUIET)

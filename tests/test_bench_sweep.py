@@ -4,6 +4,7 @@ import io
 import json
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,17 @@ def test_triton_says_out_of_resources_as_expected():
     status, message = classify(errors.OutOfResources(270336, 101376, "shared memory"))
     assert (status, "shared memory" in message) == ("unsupported", True)
     assert classify(errors.OutOfResources(2048, 1024, "threads"))[0] == "error"
+
+
+def test_a_compile_error_of_triton_says_what_is_wrong():
+    """Whether the kernel's own line is wrong or one in a helper that it calls, as Triton nests errors."""
+    errors = pytest.importorskip("triton.compiler.errors", reason="Triton is not installed")
+    source, node, text = "def kernel():\n    arange(0, 48)", SimpleNamespace(lineno=2, col_offset=4), "no power of 2"
+    own = errors.CompilationError(source, node, text)
+    nested, helper = (errors.CompilationError(source, node, None) for _ in range(2))
+    nested.__cause__, helper.__cause__ = helper, ValueError(text)
+    for error in (own, nested):
+        assert classify(error) == ("error", f"CompilationError: {text}")
 
 
 def test_ok_row(tmp_path):

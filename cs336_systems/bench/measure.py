@@ -335,10 +335,11 @@ def limit_memory(device: torch.device, gib: float) -> None:
     """
     if device.type != "cuda":
         raise ValueError(f"a memory limit needs a GPU, got {device}")
-    total = torch.cuda.get_device_properties(device).total_memory
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
     if not 0 < gib * 2**30 <= total:
         raise ValueError(f"the memory limit is {gib:g} GiB; allowed is more than 0 and at most {total / 2**30:.1f}")
-    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, index)
 
 
 def available_bytes() -> int | None:

@@ -160,7 +160,7 @@ class _Run:
             return self.ok(trial, timing), trial.resources()
         except Exception as error:
             # Only texts leave this block: the exception holds the frames, and they hold tensors.
-            return failed(error), Resources()
+            return Measured(*classify(error)), Resources()
 
     def ok(self, trial: Trial, timing: Timing) -> Measured:
         return Measured("ok", timing=timing, tflops=trial.flops / timing.median_ms / 1e9)
@@ -184,7 +184,7 @@ class _Run:
                 try:
                     timings[trial].append(time_call(trial.run, self.search.device, self.search.budget))
                 except Exception as error:
-                    failures[trial] = failed(error)
+                    failures[trial] = Measured(*classify(error))
         for trial, rounds in timings.items():
             row = self.row(trial)
             assert row is not None
@@ -233,14 +233,6 @@ class _Run:
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def failed(error: BaseException) -> Measured:
-    """How a trial ended that raised `error`."""
-    status, message = classify(error)
-    if type(error).__name__ == "CompilationError":  # Triton's: first where in the source, at the end what
-        message += f" {str(error).strip().splitlines()[-1].strip()}"
-    return Measured(status, message)
 
 
 def ranked(rows: Collection[TrialRow]) -> list[TrialRow]:
