@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cs336_basics.modules import scaled_dot_product_attention
-from cs336_systems import flash_pytorch, flash_triton, peers
+from cs336_systems import flash_pytorch, flash_triton, launch, peers
 from cs336_systems.implementation import Implementation, first_line
 from cs336_systems.inputs import MAX_HEAD_DIM, attention_inputs
 
@@ -39,10 +39,10 @@ compiled_attention = torch.compile(naive_attention, fullgraph=True, dynamic=Fals
 
 def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
     """Why the Triton kernels cannot run there: the error that a call would raise, without the call."""
-    if flash_triton.triton is None:
+    if launch.triton is None:
         return "Triton is not installed"
     try:
-        flash_triton.tiles_for(torch.empty(0, d, dtype=dtype, device=device))
+        launch.tiles_for(torch.empty(0, d, dtype=dtype, device=device))
     except (TypeError, ValueError, RuntimeError) as error:
         return first_line(error)
     return None
@@ -68,7 +68,7 @@ PEERS = (
     ),
 )
 
-INTERPRETED = ", in the interpreter: its times say nothing about a GPU" if flash_triton.is_interpreted() else ""
+INTERPRETED = ", in the interpreter: its times say nothing about a GPU" if launch.is_interpreted() else ""
 
 ATTENTION: dict[str, Implementation] = {
     implementation.name: implementation

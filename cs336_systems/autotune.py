@@ -23,7 +23,7 @@ from rich.console import Console
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import overridden, require_outputs, run_script
 from cs336_systems.bench.measure import Duration
@@ -99,7 +99,7 @@ def shape_of(config: Config, defaults: Defaults) -> AttentionShape:
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
-    interpreted = flash_triton.is_interpreted() or not torch.cuda.is_available()
+    interpreted = launch.is_interpreted() or not torch.cuda.is_available()
     device = torch.device("cpu" if interpreted else "cuda")
     defaults = DEFAULTS[device.type]
     shape = shape_of(config, defaults)

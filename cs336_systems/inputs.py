@@ -54,19 +54,24 @@ def attention_inputs(
     if q.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"q, k and v have dtype {q.dtype}; allowed: {allowed}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if min(q.ndim, k.ndim, v.ndim) < 2:
-        raise ValueError(f"q, k and v must have at least two dimensions (..., n, d), got {shapes}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape (..., n_keys, d), got {shapes}")
-    if q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"q, k and v must have the same leading dimensions, got {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q, k and v must have the same head dim d, got {shapes}")
-    if q.shape[-1] < 1 or (largest_d is not None and q.shape[-1] > largest_d):
-        allowed = "at least 1" if largest_d is None else f"between 1 and {largest_d}"
-        raise ValueError(f"the head dim d must be {allowed}, got {shapes}")
+    if complaint := _complaint_of_shapes(q, k, v, largest_d):
+        raise ValueError(f"{complaint}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     return q, k, v
+
+
+def _complaint_of_shapes(q: Queries, k: Keys, v: Keys, largest_d: int | None) -> str | None:
+    """What is wrong with the shapes; None where nothing is."""
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        return "q, k and v must have at least two dimensions (..., n, d)"
+    if k.shape != v.shape:
+        return "k and v must have the same shape (..., n_keys, d)"
+    if q.shape[:-2] != k.shape[:-2]:
+        return "q, k and v must have the same leading dimensions"
+    if q.shape[-1] != k.shape[-1]:
+        return "q, k and v must have the same head dim d"
+    if q.shape[-1] < 1 or (largest_d is not None and q.shape[-1] > largest_d):
+        return f"the head dim d must be {'at least 1' if largest_d is None else f'between 1 and {largest_d}'}"
+    return None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

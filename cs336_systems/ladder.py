@@ -12,9 +12,10 @@ import torch._dynamo
 
 from cs336_systems.attention import ATTENTION
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
-from cs336_systems.flash_triton import FlashAttention2Triton, tiles_changed_by
+from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.implementation import AttentionFunction, Implementation
 from cs336_systems.kernels.tiles import Tile, Tiles
+from cs336_systems.launch import tiles_changed_by
 
 SMALL_TILE = Tile(q_tile_size=32, k_tile_size=32, num_warps=4, num_stages=2, skip_masked=False)
 

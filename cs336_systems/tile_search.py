@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.bench.accuracy import SLACK, WrongResultError, attention_and_gradients, error_budget, max_error
 from cs336_systems.bench.record import Environment
 from cs336_systems.bench.report import Table
@@ -115,7 +115,7 @@ class TunedKernel:
 TUNED = {
     "forward": TunedKernel(
         outputs=("o", "L"),
-        launch=lambda x, tile: flash_triton.launch_forward(x.q, x.k, x.v, x.causal, tile),
+        launch=lambda x, tile: launch.launch_forward(x.q, x.k, x.v, x.causal, tile),
         pass_="forward",
         products=2,
         rows=lambda tile: tile.q_tile_size,
@@ -123,7 +123,7 @@ TUNED = {
     ),
     "dk_dv": TunedKernel(
         outputs=("dk", "dv"),
-        launch=lambda x, tile: flash_triton.launch_dk_dv(x.q, x.k, x.v, x.dO, x.L_base, x.delta, x.causal, tile),
+        launch=lambda x, tile: launch.launch_dk_dv(x.q, x.k, x.v, x.dO, x.L_base, x.delta, x.causal, tile),
         pass_="backward",
         products=4,
         rows=lambda tile: tile.k_tile_size,
@@ -131,7 +131,7 @@ TUNED = {
     ),
     "dq": TunedKernel(
         outputs=("dq",),
-        launch=lambda x, tile: (flash_triton.launch_dq(x.q, x.k, x.v, x.dO, x.L_base, x.delta, x.causal, tile),),
+        launch=lambda x, tile: (launch.launch_dq(x.q, x.k, x.v, x.dO, x.L_base, x.delta, x.causal, tile),),
         pass_="backward",
         products=3,
         rows=lambda tile: tile.q_tile_size,
@@ -238,7 +238,7 @@ class Tables:
     def at(cls, shape: AttentionShape, device: torch.device) -> "Tables":
         if device.type != "cuda":
             return cls(None, INTERPRETER, INTERPRETER)
-        gpu = flash_triton.gpu_of(device)
+        gpu = launch.gpu_of(device)
         return cls(gpu, shipped_tiles(gpu, shape.d, shape.dtype), pick_tiles(gpu, shape.d, shape.dtype))
 
     def marks(self, kernel: str) -> dict[str, str]:
@@ -382,7 +382,7 @@ class TileBench:
 
     def resources(self, kernel: str, tile: Tile) -> Resources:
         """What Triton made of the kernel; nothing in the interpreter."""
-        with flash_triton.launched_kernels() as compiled:
+        with launch.launched_kernels() as compiled:
             self.launch(kernel, tile)
         return (
             Resources(compiled[-1].n_regs, compiled[-1].n_spills, compiled[-1].metadata.shared)
@@ -416,7 +416,7 @@ class TileBench:
         seen = torch.full(q.shape[:-1], self.shape.n_keys, device=self.device)
         if self.shape.causal:
             seen = torch.minimum(seen, torch.arange(1, self.shape.n_queries + 1, device=self.device))
-        L_base, delta = flash_triton.launch_delta(torch.zeros_like(q), dO, seen.log() + 0.5)
+        L_base, delta = launch.launch_delta(torch.zeros_like(q), dO, seen.log() + 0.5)
         return Operands(q, k, v, dO, delta, L_base, self.shape.causal)
 
     @cached_property
@@ -432,7 +432,7 @@ class TileBench:
         allowed = {name: error_budget(dense[name], exact[name], dtype) for name in exact}
         exact["L"] = log_sum_exp(q.double(), k.double(), shape.causal)
         allowed["L"] = error_budget(log_sum_exp(q, k, shape.causal), exact["L"], torch.float32)
-        L_base, delta = flash_triton.launch_delta(exact["o"].to(dtype), dO, exact["L"].float())
+        L_base, delta = launch.launch_delta(exact["o"].to(dtype), dO, exact["L"].float())
         return Operands(q, k, v, dO, delta, L_base, shape.causal), exact, allowed
 
 

@@ -21,7 +21,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from cs336_systems import flash_triton, tile_search
+from cs336_systems import launch, tile_search
 from cs336_systems.attention import ATTENTION
 from cs336_systems.autotune import Config, main
 from cs336_systems.bench import tuning
@@ -342,14 +342,14 @@ def test_a_right_tile_passes_and_a_slightly_wrong_one_does_not(kernel, causal, m
 
 @needs_triton
 def test_a_kernel_that_raises_for_one_tile_is_one_row(tmp_path, monkeypatch):
-    launch, bad, shape = flash_triton.launch_dq, Tile(32, 64, 4, 1), replace(SMALL, heads=2)
+    original, bad, shape = launch.launch_dq, Tile(32, 64, 4, 1), replace(SMALL, heads=2)
 
     def launch_dq(*arguments):
         if arguments[-1] == bad:
             raise TOO_LARGE
-        return launch(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(flash_triton, "launch_dq", launch_dq)
+    monkeypatch.setattr(launch, "launch_dq", launch_dq)
     bench = bench_of(shape)
     trials = [bench.trial("dq", tile) for tile in (bad, Tile(64, 64, 4, 1))]
     rows = Search(trials, shape, DEVICE, ONCE).run(tmp_path / "rows.jsonl", False, QUIET)
@@ -384,12 +384,14 @@ def test_registers_spills_and_shared_memory_are_read(monkeypatch):
     compiled = SimpleNamespace(n_regs=200, n_spills=4, metadata=SimpleNamespace(shared=65536))
 
     class Kernel:
+        arg_names = launch.forward_kernels.flash_forward_kernel.arg_names
+
         def __getitem__(self, grid):
-            return lambda *tensors, **arguments: compiled
+            return lambda *arguments, **options: compiled
 
     bench = bench_of()
     assert bench.timed_operands
-    monkeypatch.setattr(flash_triton.forward_kernels, "flash_forward_kernel", Kernel())
+    monkeypatch.setattr(launch.forward_kernels, "flash_forward_kernel", Kernel())
     assert bench.resources("forward", INTERPRETER.forward) == Resources(200, 4, 65536)
 
 
@@ -432,7 +434,7 @@ def test_tiles_are_tried_in_other_processes_first(monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(flash_triton, "launch_dq", full)
+    monkeypatch.setattr(launch, "launch_dq", full)
     (full_there,) = compiled_ahead(bench, trials, 3, list(trials)[:1])
     assert full_there[1] is None, "memory that many processes share says nothing about one of them alone"
 
@@ -685,7 +687,7 @@ def test_what_cannot_run_is_one_line(flags, said, tmp_path, monkeypatch):
 
 
 def test_without_triton(tmp_path, monkeypatch):
-    monkeypatch.setattr(flash_triton, "triton", None)
+    monkeypatch.setattr(launch, "triton", None)
     code = exit_of("--out-jsonl", str(tmp_path / "rows.jsonl"), monkeypatch=monkeypatch)
     assert code == "error: Triton is not installed"
     assert not list(tmp_path.iterdir())

@@ -19,8 +19,8 @@ from cs336_systems import (
     bench_flash_leaderboard,
     bench_flash_vs_pytorch,
     benchmark,
-    flash_triton,
     ladder,
+    launch,
     peers,
 )
 from cs336_systems.attention import ATTENTION, PEERS
@@ -241,15 +241,15 @@ def test_every_rung_is_right(rung):
 def test_rungs_differ_in_their_tiles():
     """The small ones are small, none before the last skips masked tiles, and afterwards all is as it was."""
     x = torch.empty(1, 16, 16, device=DEVICE)
-    shipped = flash_triton.tiles_for(x)
+    shipped = launch.tiles_for(x)
     by_name = {rung.name: rung for rung in ladder.LADDER}
     with by_name["small_tiles"].context():
-        assert flash_triton.tiles_for(x).forward == ladder.SMALL_TILE
+        assert launch.tiles_for(x).forward == ladder.SMALL_TILE
     for name in ("tuned_tiles", "triton_backward"):
         with by_name[name].context():
-            assert flash_triton.tiles_for(x).dq == replace(shipped.dq, skip_masked=False)
+            assert launch.tiles_for(x).dq == replace(shipped.dq, skip_masked=False)
     with by_name["flash_triton"].context():
-        assert flash_triton.tiles_for(x) == shipped
+        assert launch.tiles_for(x) == shipped
 
 
 @needs_gpu

@@ -12,7 +12,7 @@ import torch._dynamo
 from rich.console import Console
 from torch._dynamo.utils import counters
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
 from cs336_systems.bench.measure import Passes, Timing
@@ -177,7 +177,7 @@ def test_nothing_is_skipped_where_available_memory_is_unknown(tmp_path, monkeypa
 @needs_triton
 def test_a_dtype_that_the_device_lacks_is_unsupported(tmp_path, monkeypatch):
     """On Turing, as in the interpreter, the kernels refuse bfloat16: no error, which would be tried again for ever."""
-    monkeypatch.setattr(flash_triton, "gpu_of", lambda device: Gpu("Tesla T4", (7, 5), 64 * KIB))
+    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("Tesla T4", (7, 5), 64 * KIB))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     three = sweep(ATTENTION["flash_triton"], shapes=tuple(shape(d=16, dtype=dtype) for dtype in dtypes))
     rows = replace(three, device=DEVICE).run(tmp_path / "metrics.jsonl")

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
 
@@ -75,12 +75,12 @@ def matmuls_and_launches(flash: str, wanted: str) -> int:
     inputs = CASE.draw(torch.float32, DEVICE)
     o = flash_function(flash)(*leaves(inputs, wanted), True)
     with (
-        mock.patch.object(flash_triton, "_launch", wraps=flash_triton._launch) as launch,
+        mock.patch.object(launch, "_launch", wraps=launch._launch) as launched,
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
     ):
         o.backward(inputs.dO)
     names = [event.name for event in profiler.events()]
-    return launch.call_count + sum(name in ("aten::mm", "aten::bmm") for name in names)
+    return launched.call_count + sum(name in ("aten::mm", "aten::bmm") for name in names)
 
 
 @pytest.mark.parametrize("wanted", ["q", "v"])

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tests
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.attention import ATTENTION
 from cs336_systems.kernels.tiles import KIB, Gpu
 
@@ -111,8 +111,8 @@ def test_table_knows_what_the_kernels_refuse():
 @pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
 def test_table_knows_what_a_gpu_lacks(monkeypatch):
     """On a mocked Tesla T4 there is no bfloat16, and too little shared memory for float32 rows of 256."""
-    monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
-    monkeypatch.setattr(flash_triton, "gpu_of", lambda device: TURING)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: TURING)
     with FakeTensorMode():  # for a tensor on a GPU that is not there
         reason = partial(ATTENTION["flash_triton"].unsupported_reason, torch.device("cuda"))
         assert "Tesla T4" in str(reason(torch.bfloat16, 64))
@@ -124,7 +124,7 @@ def test_table_knows_what_a_gpu_lacks(monkeypatch):
 @needs_triton
 def test_bfloat16_is_refused_before_any_launch(monkeypatch):
     """With the device's own answer replaced by Turing's, bfloat16 is refused by name, and the others run."""
-    monkeypatch.setattr(flash_triton, "gpu_of", lambda device: TURING)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: TURING)
     x = zeros(2, 16, 64, dtype=torch.bfloat16)
     assert_refused("triton", x, x, x, ["bfloat16", "Tesla T4"])
     for dtype in (torch.float16, torch.float32):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
 from cs336_systems.bench.measure import float32_precision
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
@@ -230,10 +230,10 @@ def test_tf32_where_it_was_asked_for(flash):
 )
 def test_how_float32_is_multiplied(capability, dtype, precision, expected, monkeypatch):
     """Which product each precision asks for, also where there is no GPU to run it."""
-    monkeypatch.setattr(flash_triton, "is_interpreted", lambda: False)
-    monkeypatch.setattr(flash_triton, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
     with float32_precision(precision):
-        assert flash_triton._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
+        assert launch._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
 
 
 @both_causal

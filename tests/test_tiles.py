@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from cs336_systems import flash_triton
+from cs336_systems import launch
+from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels import tiles
 from cs336_systems.kernels.tiles import AMPERE, HOPPER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
 
@@ -92,7 +93,7 @@ def test_gpus_before_turing_are_refused():
 def distinct(kernel: str) -> list[tuple[int, int, Tile]]:
     """(bytes per element, d, tile): every choice on this GPU, or every pair of tile sizes in any table."""
     if NATIVE:
-        gpu = flash_triton.gpu_of(DEVICE)
+        gpu = launch.gpu_of(DEVICE)
         chosen = set()
         for (size, d), dtype in itertools.product(tiles.table_for(gpu), (torch.float16, torch.float32)):
             if dtype.itemsize == size:
@@ -122,7 +123,7 @@ def inputs_for(size: int, d: int):
 def test_forward_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: the forward."""
     inputs = inputs_for(size, d)
-    o, L = flash_triton.launch_forward(*inputs[:3], is_causal, tile)
+    o, L = launch.launch_forward(*inputs[:3], is_causal, tile)
     assert_within_budget(Result(o, L), inputs, is_causal)
 
 
@@ -131,7 +132,7 @@ def backward_inputs(size: int, d: int, is_causal: bool):
     inputs = inputs_for(size, d)
     exact = dense_attention(inputs, is_causal)
     assert exact.L is not None
-    L, delta = flash_triton.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
+    L, delta = launch.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
     return inputs, delta, L, exact.o
 
 
@@ -141,7 +142,7 @@ def backward_inputs(size: int, d: int, is_causal: bool):
 def test_dk_dv_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: dk and dv."""
     inputs, delta, L, o = backward_inputs(size, d, is_causal)
-    dk, dv = flash_triton.launch_dk_dv(*inputs, L, delta, is_causal, tile)
+    dk, dv = launch.launch_dk_dv(*inputs, L, delta, is_causal, tile)
     assert_within_budget(Result(o, dk=dk, dv=dv), inputs, is_causal)
 
 
@@ -151,7 +152,7 @@ def test_dk_dv_tile(size, d, tile, is_causal):
 def test_dq_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: dq."""
     inputs, delta, L, o = backward_inputs(size, d, is_causal)
-    dq = flash_triton.launch_dq(*inputs, L, delta, is_causal, tile)
+    dq = launch.launch_dq(*inputs, L, delta, is_causal, tile)
     assert_within_budget(Result(o, dq=dq), inputs, is_causal)
 
 
@@ -161,8 +162,8 @@ def test_without_skipping_masked_tiles(is_causal):
     """The ladder's slow rungs compute the same: every tile is visited, and compared with the mask."""
     inputs = inputs_for(4, 16)
     slow = Tile(32, 16, 1, 1, skip_masked=False)
-    with flash_triton.tiles_changed_by(lambda _: Tiles(slow, slow, slow)):
-        result = run_attention(flash_triton.FlashAttention2Triton.apply, inputs, is_causal)
+    with launch.tiles_changed_by(lambda _: Tiles(slow, slow, slow)):
+        result = run_attention(FlashAttention2Triton.apply, inputs, is_causal)
     assert_within_budget(result, inputs, is_causal)
 
 
@@ -170,15 +171,13 @@ def test_without_skipping_masked_tiles(is_causal):
 def test_changed_tiles_are_launched(monkeypatch):
     """In the forward and in the backward, which runs in a thread of autograd's; and no longer than the block lasts."""
     launched = []
-    launch = flash_triton._launch
+    original = launch._launch
     monkeypatch.setattr(
-        flash_triton,
-        "_launch",
-        lambda kernel, tile, *rest, **more: (launched.append(tile), launch(kernel, tile, *rest, **more))[1],
+        launch, "_launch", lambda kernel, tile, *rest: (launched.append(tile), original(kernel, tile, *rest))[1]
     )
     forced = Tiles(Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
     inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)
-    with flash_triton.tiles_changed_by(lambda _: forced):
-        run_attention(flash_triton.FlashAttention2Triton.apply, inputs, True)
+    with launch.tiles_changed_by(lambda _: forced):
+        run_attention(FlashAttention2Triton.apply, inputs, True)
     assert set(launched) == {forced.forward, forced.dk_dv, forced.dq, tiles.DELTA}
-    assert flash_triton.tiles_for(inputs.q) != forced
+    assert launch.tiles_for(inputs.q) != forced

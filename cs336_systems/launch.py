@@ -1,0 +1,371 @@
+"""From tensors to a running kernel: which tiles, how tensors are handed over, where results go.
+
+The way of a call: `launch_forward` and its like -> `_launch` -> the kernel. The first launch for tensors of one layout
+goes through Triton's own front end, which looks at every argument, compiles the kernel or finds it compiled, and takes
+some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `_Prepared` behind, and later
+launches for that layout only fill in addresses.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.inputs import Keys, PerQuery, Queries
+from cs336_systems.kernels.tiles import DELTA, INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+
+try:
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from cs336_systems.kernels import backward as backward_kernels
+    from cs336_systems.kernels import forward as forward_kernels
+    from cs336_systems.kernels.primitives import Strided
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "triton":
+        raise
+    triton = None
+
+MAX_PROGRAMS = 2**31 - 1
+
+# What `_Prepared` calls is no documented interface of Triton's: it is used in the versions that it was tested with.
+REUSES_LAUNCHES = triton is not None and triton.__version__.startswith("3.6.")
+
+_interpreter = Lock()
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before Triton was imported."""
+    return triton is not None and not isinstance(forward_kernels.flash_forward_kernel, triton.JITFunction)
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
+
+
+def _as_picked(tiles: Tiles) -> Tiles:
+    return tiles
+
+
+_change = _as_picked
+
+
+@contextmanager
+def tiles_changed_by(change: Callable[[Tiles], Tiles]) -> Generator[None]:
+    """Launch what goes over tiles of S, in the whole process, with change(tiles) where the tables say `tiles`.
+
+    For tests, tuning and benchmarks. The block has to last until the backward is done.
+    """
+    global _change
+    before, _change = _change, change
+    try:
+        yield
+    finally:
+        _change = before
+
+
+_launched: list[Any] | None = None
+
+
+@contextmanager
+def launched_kernels() -> Generator[list[Any]]:
+    """What Triton compiled for each launch in the block, in order, with its n_regs, n_spills and metadata.shared.
+
+    In the interpreter, which compiles nothing, the list stays empty.
+    """
+    global _launched
+    before, _launched = _launched, []
+    try:
+        yield _launched
+    finally:
+        _launched = before
+
+
+def tiles_for(x: Tensor) -> Tiles:
+    """The tiles for tensors like x, once it is sure that the kernels can run on its device.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+        ValueError: a CPU tensor without the interpreter; a device that is no GPU, or one that is too old or too small.
+        TypeError: a dtype that the device, or the interpreter, cannot compute in.
+    """
+    if triton is None:
+        raise RuntimeError(
+            "FlashAttention2Triton needs Triton, which is not installed here (it exists for Linux only); "
+            "FlashAttention2Pytorch computes the same without it"
+        )
+    if is_interpreted():
+        if x.dtype == torch.bfloat16:
+            raise TypeError(
+                f"got {x.dtype} in Triton's interpreter, whose matmul is wrong in that dtype; allowed there: "
+                "torch.float16, torch.float32"
+            )
+        return _change(INTERPRETER)
+    if not x.is_cuda:
+        raise ValueError(
+            f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
+            "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
+        )
+    return _change(pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
+
+
+def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
+    """A view of x with its leading dimensions as batch and heads."""
+    if x.ndim == 4:
+        return x
+    if x.ndim == 2:
+        return x[None, None]
+    return x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """x, copied where the kernels could not read it, or not well.
+
+    That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
+    than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
+    """
+    merges = x.ndim <= 4 or x.reshape(-1, *x.shape[-3:]).data_ptr() == x.data_ptr()
+    return (x if x.stride(-1) == 1 and merges else x.contiguous()).resolve_neg()
+
+
+def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
+    return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
+
+
+def _strided(x: Float[Tensor, "... n d"], tile: Tile) -> "Strided":
+    """x as a pointer with strides."""
+    x = _as_4d(x)
+    return Strided(x, *x.stride())
+
+
+def _in_query_tiles(x: Queries, tile: Tile) -> "TensorDescriptor | Strided":
+    return _in_tiles(x, tile.q_tile_size, tile)
+
+
+def _in_key_tiles(x: Keys, tile: Tile) -> "TensorDescriptor | Strided":
+    return _in_tiles(x, tile.k_tile_size, tile)
+
+
+def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "TensorDescriptor | Strided":
+    """x as a descriptor, where the tile asks for that and the copy engine can read x, or else as a pointer.
+
+    The copy engine wants an address and steps that are multiples of 16 bytes, steps above 0, and a last step of 1.
+    """
+    x_4d = _as_4d(x)
+    elements_in_16_bytes = 16 // x.element_size()
+    steps = [
+        step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
+        for step, size in zip(x_4d.stride()[:-1], x_4d.shape[:-1], strict=True)
+    ]
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
+    if not (tile.by_descriptor and aligned and x.stride(-1) == 1 and x.numel() > 0):
+        return _strided(x, tile)
+    return TensorDescriptor(x_4d, list(x_4d.shape), [*steps, 1], [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+
+
+def _contiguous(x: PerQuery, tile: Tile) -> PerQuery:
+    """x as the address of its first element: L and delta are contiguous (batch, heads, n_queries)."""
+    return x
+
+
+def _input_precision(x: Tensor) -> str:
+    """How `tl.dot` multiplies float32: by one TF32 product only where the user asked PyTorch for TF32.
+
+    Otherwise, at "highest" precision, operands are split into three bfloat16 parts, 24 bits in all, and the six
+    products of parts that reach float32's last place are summed: three to five times as fast on an H200 as float32
+    arithmetic, which is left to GPUs whose tensor cores Triton does not use. (Three TF32 products cost as much and lose
+    two bits.)
+    """
+    if x.dtype != torch.float32 or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
+        return "ieee"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+class _Described(NamedTuple):
+    """A TensorDescriptor whose shape and strides were checked before."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A kernel compiled for tensors of one layout, and all that a launch takes but their addresses."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    at: tuple[Callable[[Tensor], Any], ...]  # for each tensor: one of its layout -> the kernel's argument
+    constants: tuple[Any, ...]
+
+    def launch(self, tensors: tuple[Tensor, ...]) -> None:
+        arguments = [at(x) for at, x in zip(self.at, tensors, strict=True)]
+        self.compiled[self.grid](*arguments, *self.constants)
+
+
+_prepared: dict[tuple[object, ...], _Prepared] = {}
+MOST_PREPARED = 4096  # after which all are forgotten: lengths may never repeat
+
+
+def _like(argument: Any) -> Callable[[Tensor], Any]:
+    """What makes the argument that `argument` was, for another tensor of the same layout."""
+    if isinstance(argument, TensorDescriptor):
+        shape, strides, padding = argument.shape, argument.strides, argument.padding
+        return lambda x: _Described(x, shape, strides, padding)
+    if isinstance(argument, Strided):
+        steps = argument[1:]
+        return lambda x: Strided(x, *steps)
+    return lambda x: x
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    """All that Triton compiles for, and all that a kernel's arguments depend on, but x's address."""
+    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """How a kernel is launched."""
+
+    function: Callable[[], Any]
+    takes: tuple[Callable[[Any, Tile], Any], ...]  # for each tensor: how the kernel takes it
+    over_keys: bool = False  # whether a program owns a tile of keys, not of queries
+
+
+def _launch(kernel: _Kernel, tile: Tile, is_causal: bool, *tensors: Tensor) -> None:
+    """Run a program of the kernel for every tile of every head, on the device of the tensors.
+
+    Args:
+        tensors: the first two have n_queries and n_keys rows, where the kernel asks for that.
+    """
+    function, precision = kernel.function(), _input_precision(tensors[0])
+    key = (function, tile, is_causal, precision, *map(_layout, tensors))
+    # The interpreter keeps the number of the program that it runs in one global variable.
+    with _interpreter if is_interpreted() else torch.cuda.device_of(tensors[0]):
+        prepared = _prepared.get(key)
+        if prepared is not None:
+            prepared.launch(tensors)
+        else:
+            prepared = _launch_first(kernel, tile, is_causal, precision, tensors)
+            if prepared is not None and REUSES_LAUNCHES:
+                if len(_prepared) >= MOST_PREPARED:
+                    _prepared.clear()
+                _prepared[key] = prepared
+    if _launched is not None and prepared is not None:
+        _launched.append(prepared.compiled)
+
+
+def _launch_first(
+    kernel: _Kernel, tile: Tile, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
+) -> _Prepared | None:
+    """As `_launch`, through Triton's front end.
+
+    Returns:
+        What further launches for tensors of the same layout take; None where nothing was compiled.
+    """
+    q, k = tensors[:2]
+    rows, tile_size = (k, tile.k_tile_size) if kernel.over_keys else (q, tile.q_tile_size)
+    n_batch_heads = math.prod(q.shape[:-2])
+    n_programs = n_batch_heads * math.ceil(rows.shape[-2] / tile_size)
+    if n_programs > MAX_PROGRAMS:
+        raise ValueError(f"shape {tuple(rows.shape)} takes {n_programs} programs; a launch has at most {MAX_PROGRAMS}")
+    if n_programs == 0:
+        return None
+    is_half = q.dtype.itemsize == 2
+    values = {
+        "n_heads": q.shape[-3] if q.ndim > 2 else 1,
+        "n_batch_heads": n_batch_heads,
+        "n_queries": q.shape[-2],
+        "n_keys": k.shape[-2],
+        "scale": q.shape[-1] ** -0.5,
+        "D": q.shape[-1],
+        "D_TILE_SIZE": padded_head_dim(q.shape[-1]),
+        "Q_TILE_SIZE": tile.q_tile_size,
+        "K_TILE_SIZE": tile.k_tile_size,
+        "IS_CAUSAL": is_causal,
+        "INPUT_PRECISION": precision,
+        "BASE_2": is_half,
+        "HEAD_GROUP": tile.head_group,
+        "SKIP_MASKED": tile.skip_masked,
+    }
+    function = kernel.function()
+    arguments = [take(x, tile) for take, x in zip(kernel.takes, tensors, strict=True)]
+    constants = [values[name] for name in function.arg_names[len(tensors) :]]
+    compiled = function[(n_programs,)](
+        *arguments,
+        *constants,
+        # Fused, scale · S would stay unrounded, while L is made of rounded products; where scores are large, exp
+        # turns the difference into an error of P. The budget of 16-bit inputs has room for it, float32's has not.
+        enable_fp_fusion=is_half,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
+    )
+    if compiled is None:
+        return None
+    return _Prepared(compiled, (n_programs, 1, 1), tuple(map(_like, arguments)), tuple(constants))
+
+
+# A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
+# one, leaves the choice to `tiles_for`. Each raises what `tiles_for` raises, and ValueError past MAX_PROGRAMS programs.
+
+_INPUTS = (_in_query_tiles, _in_key_tiles, _in_key_tiles)  # q, k, v
+
+_FORWARD = _Kernel(lambda: forward_kernels.flash_forward_kernel, (*_INPUTS, _strided, _contiguous))
+_DELTA = _Kernel(
+    lambda: backward_kernels.flash_backward_delta_kernel, (_strided, _strided, _contiguous, _contiguous, _contiguous)
+)
+_DK_DV = _Kernel(
+    lambda: backward_kernels.flash_backward_dk_dv_kernel,
+    (*_INPUTS, _in_query_tiles, _strided, _strided, _contiguous, _contiguous),
+    over_keys=True,
+)
+_DQ = _Kernel(
+    lambda: backward_kernels.flash_backward_dq_kernel,
+    (*_INPUTS, _in_query_tiles, _strided, _contiguous, _contiguous),
+)
+
+
+def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
+    """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
+    o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _launch(_FORWARD, tile or tiles_for(q).forward, is_causal, q, k, v, o, L)
+    return o, L
+
+
+def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQuery]:
+    """L in the base of the kernels' exponentials; and Algorithm 2, line 2: delta in float32."""
+    delta, L_base = torch.empty_like(L), torch.empty_like(L)
+    _launch(_DELTA, DELTA, False, o, dO, L, delta, L_base)
+    return L_base, delta
+
+
+def launch_dk_dv(
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
+    tile: Tile | None = None,
+) -> tuple[Keys, Keys]:  # fmt: skip
+    """Algorithm 2 without line 16: dk and dv, from what `launch_delta` gave."""
+    dk, dv = empty_like(k), empty_like(v)
+    _launch(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, q, k, v, dO, dk, dv, L_base, delta)
+    return dk, dv
+
+
+def launch_dq(
+    q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
+    tile: Tile | None = None,
+) -> Queries:  # fmt: skip
+    """Algorithm 2 with its loops exchanged: dq, line 16, from what `launch_delta` gave."""
+    dq = empty_like(q)
+    _launch(_DQ, tile or tiles_for(q).dq, is_causal, q, k, v, dO, dq, L_base, delta)
+    return dq
