@@ -13,14 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.launch import (
-    empty_like,
-    launch_delta,
-    launch_dk_dv,
-    launch_dq,
-    launch_forward,
-    readable,
-)
+from cs336_systems.launch import empty_like, launch_backward, launch_forward, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,36 +28,18 @@ def _(q, k, v, is_causal):
     return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("cs336_systems::flash_delta", mutates_args=())
-def _delta_op(o: Tensor, dO: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-    return launch_delta(o, dO, L)
+@torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())
+def _backward_op(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, wants_dq: bool,
+    wants_dk_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
 
 
-@_delta_op.register_fake
-def _(o, dO, L):
-    return torch.empty_like(L), torch.empty_like(L)
-
-
-@torch.library.custom_op("cs336_systems::flash_dk_dv", mutates_args=())
-def _dk_dv_op(
-    q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    return launch_dk_dv(q, k, v, dO, L_base, delta, is_causal)
-
-
-@_dk_dv_op.register_fake
-def _(q, k, v, dO, L_base, delta, is_causal):
-    return empty_like(k), empty_like(v)
-
-
-@torch.library.custom_op("cs336_systems::flash_dq", mutates_args=())
-def _dq_op(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, L_base: Tensor, delta: Tensor, is_causal: bool) -> Tensor:
-    return launch_dq(q, k, v, dO, L_base, delta, is_causal)
-
-
-@_dq_op.register_fake
-def _(q, k, v, dO, L_base, delta, is_causal):
-    return empty_like(q)
+@_backward_op.register_fake
+def _(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv):
+    dq = empty_like(q) if wants_dq else q.new_empty(0)
+    return (dq, empty_like(k), empty_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
 
 def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,9 +58,7 @@ def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callabl
 
 
 _forward = _op_or_launch(_forward_op, launch_forward)
-_delta = _op_or_launch(_delta_op, launch_delta)
-_dk_dv = _op_or_launch(_dk_dv_op, launch_dk_dv)
-_dq = _op_or_launch(_dq_op, launch_dq)
+_backward = _op_or_launch(_backward_op, launch_backward)
 
 
 class FlashAttention2Triton(torch.autograd.Function):
@@ -116,11 +89,6 @@ class FlashAttention2Triton(torch.autograd.Function):
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
-        dO = readable(dO)
-        L_base, delta = _delta(o, dO, L.contiguous())  # a hook on saved tensors may have changed its strides
-        dq = dk = dv = None
-        if needs_dk or needs_dv:
-            dk, dv = _dk_dv(q, k, v, dO, L_base, delta, ctx.is_causal)
-        if needs_dq:
-            dq = _dq(q, k, v, dO, L_base, delta, ctx.is_causal)
-        return dq, dk if needs_dk else None, dv if needs_dv else None, None
+        L = L.contiguous()  # a hook on saved tensors may have changed its strides
+        dq, dk, dv = _backward(q, k, v, o, readable(dO), L, ctx.is_causal, needs_dq, needs_dk or needs_dv)
+        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None

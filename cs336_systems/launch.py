@@ -7,9 +7,9 @@ launches for that layout only fill in addresses.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
-from cs336_systems.kernels.tiles import DELTA, INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
 
 try:
     import triton
@@ -209,9 +209,8 @@ class _Prepared:
     at: tuple[Callable[[Tensor], Any], ...]  # for each tensor: one of its layout -> the kernel's argument
     constants: tuple[Any, ...]
 
-    def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        arguments = [at(x) for at, x in zip(self.at, tensors, strict=True)]
-        self.compiled[self.grid](*arguments, *self.constants)
+    def launch(self, *tensors: Tensor) -> None:
+        self.compiled[self.grid](*[at(x) for at, x in zip(self.at, tensors, strict=True)], *self.constants)
 
 
 _prepared: dict[tuple[object, ...], _Prepared] = {}
@@ -241,23 +240,27 @@ class _Kernel:
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Tile], Any], ...]  # for each tensor: how the kernel takes it
     over_keys: bool = False  # whether a program owns a tile of keys, not of queries
+    flags: Mapping[str, bool] = field(default_factory=dict)
 
 
-def _launch(kernel: _Kernel, tile: Tile, is_causal: bool, *tensors: Tensor) -> None:
+def _launch(
+    kernel: _Kernel, tile: Tile, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> None:
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
     Args:
-        tensors: the first two have n_queries and n_keys rows, where the kernel asks for that.
+        inputs: q and k come first.
+        outputs: new tensors, whose layout follows from that of the inputs.
     """
-    function, precision = kernel.function(), _input_precision(tensors[0])
-    key = (function, tile, is_causal, precision, *map(_layout, tensors))
+    function, precision = kernel.function(), _input_precision(inputs[0])
+    key = (kernel, function, tile, is_causal, precision, *map(_layout, inputs))
     # The interpreter keeps the number of the program that it runs in one global variable.
-    with _interpreter if is_interpreted() else torch.cuda.device_of(tensors[0]):
+    with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
         prepared = _prepared.get(key)
         if prepared is not None:
-            prepared.launch(tensors)
+            prepared.launch(*inputs, *outputs)
         else:
-            prepared = _launch_first(kernel, tile, is_causal, precision, tensors)
+            prepared = _launch_first(kernel, tile, is_causal, precision, (*inputs, *outputs))
             if prepared is not None and REUSES_LAUNCHES:
                 if len(_prepared) >= MOST_PREPARED:
                     _prepared.clear()
@@ -298,6 +301,7 @@ def _launch_first(
         "BASE_2": is_half,
         "HEAD_GROUP": tile.head_group,
         "SKIP_MASKED": tile.skip_masked,
+        **kernel.flags,
     }
     function = kernel.function()
     arguments = [take(x, tile) for take, x in zip(kernel.takes, tensors, strict=True)]
@@ -320,52 +324,59 @@ def _launch_first(
 # A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
 # one, leaves the choice to `tiles_for`. Each raises what `tiles_for` raises, and ValueError past MAX_PROGRAMS programs.
 
-_INPUTS = (_in_query_tiles, _in_key_tiles, _in_key_tiles)  # q, k, v
+_QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = _Kernel(lambda: forward_kernels.flash_forward_kernel, (*_INPUTS, _strided, _contiguous))
-_DELTA = _Kernel(
-    lambda: backward_kernels.flash_backward_delta_kernel, (_strided, _strided, _contiguous, _contiguous, _contiguous)
+_FORWARD = _Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, _strided, _contiguous))
+_DQ, _DELTA = (
+    _Kernel(
+        lambda: backward_kernels.flash_backward_dq_kernel,
+        (*_QKV, _strided, _in_query_tiles, _contiguous, _strided, _contiguous, _contiguous),
+        flags={"WANTS_DQ": wants_dq},
+    )
+    for wants_dq in (True, False)
 )
 _DK_DV = _Kernel(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
-    (*_INPUTS, _in_query_tiles, _strided, _strided, _contiguous, _contiguous),
+    (*_QKV, _in_query_tiles, _contiguous, _contiguous, _strided, _strided),
     over_keys=True,
-)
-_DQ = _Kernel(
-    lambda: backward_kernels.flash_backward_dq_kernel,
-    (*_INPUTS, _in_query_tiles, _strided, _contiguous, _contiguous),
 )
 
 
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _launch(_FORWARD, tile or tiles_for(q).forward, is_causal, q, k, v, o, L)
+    _launch(_FORWARD, tile or tiles_for(q).forward, is_causal, (q, k, v), (o, L))
     return o, L
 
 
-def launch_delta(o: Queries, dO: Queries, L: PerQuery) -> tuple[PerQuery, PerQuery]:
-    """L in the base of the kernels' exponentials; and Algorithm 2, line 2: delta in float32."""
-    delta, L_base = torch.empty_like(L), torch.empty_like(L)
-    _launch(_DELTA, DELTA, False, o, dO, L, delta, L_base)
-    return L_base, delta
+def launch_dq(
+    q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
+    wants_dq: bool = True, tile: Tile | None = None,
+) -> tuple[Queries, PerQuery, PerQuery]:  # fmt: skip
+    """Algorithm 2 with its loops exchanged: dq, line 16, which is left unwritten if nobody wants it; L in the base of
+    the kernels' exponentials; and line 2, delta in float32.
+    """
+    dq, L_base, delta = empty_like(q), torch.empty_like(L), torch.empty_like(L)
+    kernel = _DQ if wants_dq else _DELTA
+    _launch(kernel, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), (dq, L_base, delta))
+    return dq, L_base, delta
 
 
 def launch_dk_dv(
     q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
     tile: Tile | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
-    """Algorithm 2 without line 16: dk and dv, from what `launch_delta` gave."""
+    """Algorithm 2 without line 16: dk and dv, from what `launch_dq` gave."""
     dk, dv = empty_like(k), empty_like(v)
-    _launch(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, q, k, v, dO, dk, dv, L_base, delta)
+    _launch(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
     return dk, dv
 
 
-def launch_dq(
-    q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
-    tile: Tile | None = None,
-) -> Queries:  # fmt: skip
-    """Algorithm 2 with its loops exchanged: dq, line 16, from what `launch_delta` gave."""
-    dq = empty_like(q)
-    _launch(_DQ, tile or tiles_for(q).dq, is_causal, q, k, v, dO, dq, L_base, delta)
-    return dq
+def launch_backward(
+    q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool, wants_dq: bool,
+    wants_dk_dv: bool,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
+    """Algorithm 2: dq, dk and dv; an empty tensor in place of each that nobody wants."""
+    dq, L_base, delta = launch_dq(q, k, v, o, dO, L, is_causal, wants_dq)
+    dk, dv = launch_dk_dv(q, k, v, dO, L_base, delta, is_causal) if wants_dk_dv else (k.new_empty(0), v.new_empty(0))
+    return dq if wants_dq else q.new_empty(0), dk, dv

@@ -1,4 +1,4 @@
-"""Tiles for the three kernels that go over tiles of S: which are worth trying, whether they are right, how to run them.
+"""Tiles for the three kernels: which are worth trying, whether they are right, how to run them.
 
 `bench.tuning` measures what this hands it, and `autotune.py` is the command.
 """
@@ -89,15 +89,23 @@ def tile_from_text(text: str) -> Tile:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernels take: tensors (batch, heads, n, d); delta, and L in their base, (batch, heads, n_queries)."""
+    """What the kernels take: tensors (batch, heads, n, d); L, delta, and L in their base, (batch, heads, n_queries)."""
 
     q: Float[Tensor, "b h n_queries d"]
     k: Float[Tensor, "b h n_keys d"]
     v: Float[Tensor, "b h n_keys d"]
+    o: Float[Tensor, "b h n_queries d"]
     dO: Float[Tensor, "b h n_queries d"]
-    delta: Float[Tensor, "b h n_queries"]
+    L: Float[Tensor, "b h n_queries"]
     L_base: Float[Tensor, "b h n_queries"]
+    delta: Float[Tensor, "b h n_queries"]
     causal: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, causal: bool) -> "Operands":
+        """With L in the kernels' base and delta as they make it."""
+        _, L_base, delta = launch.launch_dq(q, k, v, o, dO, L, causal, wants_dq=False)
+        return cls(q, k, v, o, dO, L, L_base, delta, causal)
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ TUNED = {
     ),
     "dq": TunedKernel(
         outputs=("dq",),
-        launch=lambda x, tile: (launch.launch_dq(x.q, x.k, x.v, x.dO, x.L_base, x.delta, x.causal, tile),),
+        launch=lambda x, tile: (launch.launch_dq(x.q, x.k, x.v, x.o, x.dO, x.L, x.causal, tile=tile)[0],),
         pass_="backward",
         products=3,
         rows=lambda tile: tile.q_tile_size,
@@ -409,15 +417,14 @@ class TileBench:
     def timed_operands(self) -> Operands:
         """Standard normal tensors; L is what it is for them on average, log(keys seen) + 1/2, and o is left at zero.
 
-        So no kernel runs ahead of the one that is tried but that of delta, and P and dS are of their usual size.
+        So no forward runs ahead of the kernel that is tried, and P and dS are of their usual size.
         """
         q, k, v = (x.detach() for x in self.shape.inputs(self.device))
         dO = self.shape.output_gradient(self.device)
         seen = torch.full(q.shape[:-1], self.shape.n_keys, device=self.device)
         if self.shape.causal:
             seen = torch.minimum(seen, torch.arange(1, self.shape.n_queries + 1, device=self.device))
-        L_base, delta = launch.launch_delta(torch.zeros_like(q), dO, seen.log() + 0.5)
-        return Operands(q, k, v, dO, delta, L_base, self.shape.causal)
+        return Operands.of(q, k, v, torch.zeros_like(q), dO, seen.log() + 0.5, self.shape.causal)
 
     @cached_property
     def checked(self) -> tuple[Operands, Mapping[str, Tensor], Mapping[str, float]]:
@@ -432,8 +439,8 @@ class TileBench:
         allowed = {name: error_budget(dense[name], exact[name], dtype) for name in exact}
         exact["L"] = log_sum_exp(q.double(), k.double(), shape.causal)
         allowed["L"] = error_budget(log_sum_exp(q, k, shape.causal), exact["L"], torch.float32)
-        L_base, delta = launch.launch_delta(exact["o"].to(dtype), dO, exact["L"].float())
-        return Operands(q, k, v, dO, delta, L_base, shape.causal), exact, allowed
+        operands = Operands.of(q, k, v, exact["o"].to(dtype), dO, exact["L"].float(), shape.causal)
+        return operands, exact, allowed
 
 
 def compiled_ahead(

@@ -103,6 +103,7 @@ def source(entry: Entry) -> ASTSource:
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
         "HEAD_GROUP": tile.head_group,
         "SKIP_MASKED": tile.skip_masked,
+        "WANTS_DQ": True,
     }
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = FUNCTIONS[entry.kernel]

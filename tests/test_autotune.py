@@ -344,10 +344,10 @@ def test_a_right_tile_passes_and_a_slightly_wrong_one_does_not(kernel, causal, m
 def test_a_kernel_that_raises_for_one_tile_is_one_row(tmp_path, monkeypatch):
     original, bad, shape = launch.launch_dq, Tile(32, 64, 4, 1), replace(SMALL, heads=2)
 
-    def launch_dq(*arguments):
-        if arguments[-1] == bad:
+    def launch_dq(*arguments, **options):
+        if options.get("tile") == bad:
             raise TOO_LARGE
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(launch, "launch_dq", launch_dq)
     bench = bench_of(shape)
@@ -431,8 +431,12 @@ def test_tiles_are_tried_in_other_processes_first(monkeypatch):
     assert wrong[1] and wrong[1].status == "error" and "power of 2" in (wrong[1].message or "")
     assert right[1] is None
 
-    def full(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+    original = launch.launch_dq
+
+    def full(*arguments, **options):
+        if "tile" in options:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*arguments, **options)
 
     monkeypatch.setattr(launch, "launch_dq", full)
     (full_there,) = compiled_ahead(bench, trials, 3, list(trials)[:1])
@@ -646,9 +650,9 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     first = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
     assert first.returncode == 0, first.stderr
     assert "[2/2, 0 s left] flash_triton.dq 32x32" in first.stdout
-    assert [(r.implementation, r.variant, r.status) for r in read_rows(jsonl, TrialRow)] == [
-        ("flash_triton.dq", "64x32 1w 1s g4 ptr", "ok"),
-        ("flash_triton.dq", "32x32 1w 1s g4 ptr", "ok"),
+    assert [(r.implementation, r.variant, r.status, r.message) for r in read_rows(jsonl, TrialRow)] == [
+        ("flash_triton.dq", "64x32 1w 1s g4 ptr", "ok", None),
+        ("flash_triton.dq", "32x32 1w 1s g4 ptr", "ok", None),
     ]
     text = markdown.read_text(encoding="utf-8")
     assert "# Tiles of dq: 1 x 1 heads x 16 x 16, float32, causal (Triton's interpreter on a CPU, reduced run" in text

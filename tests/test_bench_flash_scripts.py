@@ -91,6 +91,8 @@ def test_leaderboard_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [r for r in read_rows(jsonl) if r.implementation != "matmul"]
     rungs = ["naive", "compiled", "small_tiles", "tuned_tiles", "triton_backward", "flash_triton"]
+    failed = {(r.implementation, r.message) for r in rows if r.status == "error"}
+    assert not failed
     assert [(r.implementation, r.pass_, r.variant) for r in rows if r.status == "ok"] == [
         (name, pass_, None) for name in rungs for pass_ in ("forward", "backward", "forward_backward")
     ] + [(name, "forward_backward", "course harness") for name in rungs]

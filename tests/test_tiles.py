@@ -12,7 +12,7 @@ from cs336_systems.kernels import tiles
 from cs336_systems.kernels.tiles import AMPERE, HOPPER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
 
 from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
-from .reference import Case, Result, assert_within_budget, dense_attention, run_attention
+from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, run_attention
 
 GPUS = {
     "turing": Gpu("Turing", (7, 5), 64 * KIB),
@@ -127,13 +127,12 @@ def test_forward_tile(size, d, tile, is_causal):
     assert_within_budget(Result(o, L), inputs, is_causal)
 
 
-def backward_inputs(size: int, d: int, is_causal: bool):
-    """The inputs, delta and L as the two passes take them, and the exact o for a Result that only holds gradients."""
-    inputs = inputs_for(size, d)
+def gradient_of_q(inputs: Inputs, is_causal: bool, tile: Tile):
+    """What launch_dq makes of the exact o and L, and that o for a Result that only holds gradients."""
+    q, k, v, dO = inputs
     exact = dense_attention(inputs, is_causal)
     assert exact.L is not None
-    L, delta = launch.launch_delta(exact.o.to(inputs.q.dtype), inputs.dO, exact.L.float())
-    return inputs, delta, L, exact.o
+    return *launch.launch_dq(q, k, v, exact.o.to(q.dtype), dO, exact.L.float(), is_causal, tile=tile), exact.o
 
 
 @needs_triton
@@ -141,8 +140,9 @@ def backward_inputs(size: int, d: int, is_causal: bool):
 @pytest.mark.parametrize(("size", "d", "tile"), distinct("dk_dv"), ids=tile_id)
 def test_dk_dv_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: dk and dv."""
-    inputs, delta, L, o = backward_inputs(size, d, is_causal)
-    dk, dv = launch.launch_dk_dv(*inputs, L, delta, is_causal, tile)
+    inputs = inputs_for(size, d)
+    _, L_base, delta, o = gradient_of_q(inputs, is_causal, tiles.INTERPRETER.dq)
+    dk, dv = launch.launch_dk_dv(*inputs, L_base, delta, is_causal, tile)
     assert_within_budget(Result(o, dk=dk, dv=dv), inputs, is_causal)
 
 
@@ -151,8 +151,8 @@ def test_dk_dv_tile(size, d, tile, is_causal):
 @pytest.mark.parametrize(("size", "d", "tile"), distinct("dq"), ids=tile_id)
 def test_dq_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: dq."""
-    inputs, delta, L, o = backward_inputs(size, d, is_causal)
-    dq = launch.launch_dq(*inputs, L, delta, is_causal, tile)
+    inputs = inputs_for(size, d)
+    dq, _, _, o = gradient_of_q(inputs, is_causal, tile)
     assert_within_budget(Result(o, dq=dq), inputs, is_causal)
 
 
@@ -179,5 +179,5 @@ def test_changed_tiles_are_launched(monkeypatch):
     inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)
     with launch.tiles_changed_by(lambda _: forced):
         run_attention(FlashAttention2Triton.apply, inputs, True)
-    assert set(launched) == {forced.forward, forced.dk_dv, forced.dq, tiles.DELTA}
+    assert set(launched) == {forced.forward, forced.dk_dv, forced.dq}
     assert launch.tiles_for(inputs.q) != forced

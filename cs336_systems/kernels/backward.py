@@ -1,14 +1,14 @@
-"""Algorithm 2 of FlashAttention-2, the backward pass, in three kernels, none of which needs atomics.
+"""Algorithm 2 of FlashAttention-2, the backward pass, in two kernels, neither of which needs atomics.
 
 Line and equation numbers are the handout's (see `flash_pytorch`).
 
-`flash_backward_delta_kernel` computes delta (line 2). `flash_backward_dk_dv_kernel` owns one key tile per program and
-walks over the queries that see it; `flash_backward_dq_kernel` owns one query tile and walks over the keys it sees, with
-the loops of Algorithm 2 exchanged. Both recompute P and dP, seven matmuls in all instead of five; in return every
-output tile has one writer, and gradients are bit-equal from run to run.
+`flash_backward_dq_kernel` comes first. It owns one query tile per program, computes its delta (line 2), and walks over
+the keys it sees, with the loops of Algorithm 2 exchanged. `flash_backward_dk_dv_kernel` owns one key tile and walks
+over the queries that see it. Both recompute P and dP, seven matmuls in all instead of five; in return every output tile
+has one writer, and gradients are bit-equal from run to run.
 
 As in the forward pass, exponentials are in base 2 for 16-bit inputs: P = exp2(log2(e) · S - log2(e) · L), where the
-first kernel forms log2(e) · L for the other two. The factor `scale` of dS (17) is common to all of dK and dQ and is
+first kernel forms log2(e) · L for the second too. The factor `scale` of dS (17) is common to all of dK and dQ and is
 applied once, to the finished sums.
 """
 
@@ -31,43 +31,94 @@ from cs336_systems.kernels.primitives import (
 
 
 @triton.jit
-def flash_backward_delta_kernel(
-    o, dO, L_ptr, delta_ptr, L_base_ptr, n_heads, n_batch_heads, n_queries,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, BASE_2: tl.constexpr,
+def flash_backward_dq_kernel(
+    q, k, v, o, dO, L_ptr, dq, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
+    SKIP_MASKED: tl.constexpr, WANTS_DQ: tl.constexpr,
 ):  # fmt: skip
-    """Line 2, delta = row sum of dO ∘ O; and L in the base of the exponentials.
+    """Algorithm 2 with its loops exchanged for the queries i, …, i + Q_TILE_SIZE - 1 of one head: their delta, their L
+    in the base of the exponentials, and, if anyone wants it, their dQ.
 
-    o, dO: (batch, heads, n_queries, D). L_ptr, delta_ptr, L_base_ptr: float32, contiguous (batch, heads, n_queries).
+    q, o, dO, dq: (batch, heads, n_queries, D); k, v: (batch, heads, n_keys, D). L_ptr, L_base_ptr, delta_ptr: float32,
+    contiguous (batch, heads, n_queries). scale: 1 / sqrt(D).
     """
-    tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
-    i = tile * Q_TILE_SIZE
+    n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
+    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
+    # Causal work grows with the query index: the last tile is the longest and goes first.
+    i = (n_tiles - 1 - tile) * Q_TILE_SIZE  # line 9
+    score_scale = to_base(scale, BASE_2)
+    L = per_query(L_ptr, batch, head, n_heads, n_queries)
+    L_base = per_query(L_base_ptr, batch, head, n_heads, n_queries)
+    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
+
     o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)
-    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, Q_TILE_SIZE, CHECK=True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
+    delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
+    L_i = _usable_L(load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=True), BASE_2)
+    store_per_query(delta, i, n_queries, delta_i, Q_TILE_SIZE)
+    store_per_query(L_base, i, n_queries, L_i, Q_TILE_SIZE)
+
+    if WANTS_DQ:
+        q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
+        dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
+        # line 6: the key tiles that the forward visits, in the same two parts
+        unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED)
+        dq_i = _accumulate_dq(
+            dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
+            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
+        )  # fmt: skip
+        dq_i = _accumulate_dq(
+            dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, unmasked_end, end, n_keys, score_scale,
+            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
+        )  # fmt: skip
+        store_tile(dq, batch, head, i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
+
+
+@triton.jit
+def _usable_L(L_i, BASE_2: tl.constexpr):
+    """L in the base of the exponentials, such that exp(S - L) is finite."""
     # No score of the query is above -inf: with L = inf its P is 0, not that of -inf - (-inf).
-    L_i = tl.where(L_i == float("-inf"), float("inf"), L_i)
-    L_base = to_base(L_i, BASE_2)
+    L_i = to_base(tl.where(L_i == float("-inf"), float("inf"), L_i), BASE_2)
     if BASE_2:
         # From 2^25 on float32 resolves L and S to 4 at best: exp2(S - L) must not come out as inf.
-        L_base = tl.where(tl.abs(L_base) < 2.0**25, L_base, L_base + tl.abs(L_base) * 2.0**-21)
+        L_i = tl.where(tl.abs(L_i) < 2.0**25, L_i, L_i + tl.abs(L_i) * 2.0**-21)
+    return L_i
 
-    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
-    store_per_query(delta, i, n_queries, delta_i, Q_TILE_SIZE)
-    store_per_query(per_query(L_base_ptr, batch, head, n_heads, n_queries), i, n_queries, L_base, Q_TILE_SIZE)
+
+@triton.jit
+def _accumulate_dq(
+    dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, first_key, end_key, n_keys, score_scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
+    queries = i + tl.arange(0, Q_TILE_SIZE)
+    for j in tl.range(first_key, end_key, K_TILE_SIZE):
+        k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 7
+        v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
+        S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), scaled in the next
+        P = exp_in_base(S * score_scale - L_i[:, None], BASE_2)  # line 12 (14)
+        if MASKED:
+            keys = j + tl.arange(0, K_TILE_SIZE)
+            P = tl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), P, 0.0)
+        dP = tl.dot(dO_i, tl.trans(v_j), input_precision=INPUT_PRECISION)  # line 14 (16)
+        dS = P * (dP - delta_i[:, None])  # line 15 (17), unscaled
+        dq_i = tl.dot(dS.to(k_j.dtype), k_j, dq_i, input_precision=INPUT_PRECISION)  # line 16 (18)
+    return dq_i
 
 
 @triton.jit
 def flash_backward_dk_dv_kernel(
-    q, k, v, dO, dk, dv, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
+    q, k, v, dO, L_base_ptr, delta_ptr, dk, dv, n_heads, n_batch_heads, n_queries, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
     SKIP_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
 
-    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta
-    kernel left them. scale: 1 / sqrt(D).
+    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the
+    first kernel left them. scale: 1 / sqrt(D).
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
@@ -150,64 +201,3 @@ def _transposed_scores(q_i, k_j, INPUT_PRECISION: tl.constexpr):
         return tl.trans(tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION))
     else:
         return tl.dot(k_j, tl.trans(q_i), input_precision=INPUT_PRECISION)
-
-
-@triton.jit
-def flash_backward_dq_kernel(
-    q, k, v, dO, dq, L_base_ptr, delta_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
-    SKIP_MASKED: tl.constexpr,
-):  # fmt: skip
-    """Algorithm 2 with its loops exchanged for the queries i, …, i + Q_TILE_SIZE - 1 of one head: their dQ.
-
-    q, dO, dq: (batch, heads, n_queries, D); k, v: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the delta kernel
-    left them. scale: 1 / sqrt(D).
-    """
-    n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
-    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
-    # Causal work grows with the query index: the last tile is the longest and goes first.
-    i = (n_tiles - 1 - tile) * Q_TILE_SIZE  # line 9
-    score_scale = to_base(scale, BASE_2)
-    L = per_query(L_base_ptr, batch, head, n_heads, n_queries)
-    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
-
-    q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=True)
-    delta_i = load_per_query(delta, i, n_queries, Q_TILE_SIZE, CHECK=True)
-    dq_i = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
-
-    # line 6: the key tiles that the forward visits, in the same two parts
-    unmasked_end, end = visible_keys(i, n_keys, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED)
-    dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, 0, unmasked_end, n_keys, score_scale,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
-    )  # fmt: skip
-    dq_i = _accumulate_dq(
-        dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, unmasked_end, end, n_keys, score_scale,
-        D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
-    )  # fmt: skip
-    store_tile(dq, batch, head, i, n_queries, dq_i * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
-
-
-@triton.jit
-def _accumulate_dq(
-    dq_i, q_i, dO_i, L_i, delta_i, k, v, batch, head, i, first_key, end_key, n_keys, score_scale,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
-    queries = i + tl.arange(0, Q_TILE_SIZE)
-    for j in tl.range(first_key, end_key, K_TILE_SIZE):
-        k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 7
-        v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
-        S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)  # line 11 (13), scaled in the next
-        P = exp_in_base(S * score_scale - L_i[:, None], BASE_2)  # line 12 (14)
-        if MASKED:
-            keys = j + tl.arange(0, K_TILE_SIZE)
-            P = tl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), P, 0.0)
-        dP = tl.dot(dO_i, tl.trans(v_j), input_precision=INPUT_PRECISION)  # line 14 (16)
-        dS = P * (dP - delta_i[:, None])  # line 15 (17), unscaled
-        dq_i = tl.dot(dS.to(k_j.dtype), k_j, dq_i, input_precision=INPUT_PRECISION)  # line 16 (18)
-    return dq_i

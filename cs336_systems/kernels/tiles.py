@@ -68,10 +68,6 @@ class Tiles:
     dq: Tile
 
 
-# delta reads two rows a query and keeps nothing: one tile serves everywhere.
-DELTA = Tile(q_tile_size=64, k_tile_size=1, num_warps=4, num_stages=1)
-
-
 def padded_head_dim(d: int) -> int:
     """The width of a tile: a power of two, and no less than a matrix instruction takes."""
     return max(16, 1 << (d - 1).bit_length())
@@ -102,7 +98,7 @@ HOPPER = {
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, head_group=8, by_descriptor=True, max_registers=168),
-        dq=Tile(128, 64, 8, 3, by_descriptor=True),
+        dq=Tile(128, 64, 8, 3, by_descriptor=True, max_registers=128),
     ),
     (2, 128): Tiles(
         forward=Tile(64, 64, 4, 3, by_descriptor=True),
