@@ -97,13 +97,13 @@ HOPPER = {
     ),
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
-        dk_dv=Tile(64, 64, 4, 3, head_group=8, by_descriptor=True, max_registers=168),
+        dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
         dq=Tile(128, 64, 8, 3, by_descriptor=True, max_registers=128),
     ),
     (2, 128): Tiles(
-        forward=Tile(64, 64, 4, 3, by_descriptor=True),
-        dk_dv=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
-        dq=Tile(64, 64, 4, 2, by_descriptor=True),
+        forward=Tile(128, 64, 8, 2, head_group=8, by_descriptor=True, max_registers=128),
+        dk_dv=Tile(64, 128, 8, 3, head_group=8, by_descriptor=True),
+        dq=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
     ),
     (2, 256): Tiles(forward=Tile(128, 64, 8, 2, by_descriptor=True), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 64, 4, 2)),
     **dict.fromkeys(
