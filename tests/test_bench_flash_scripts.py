@@ -28,7 +28,7 @@ from cs336_systems.bench.ceiling import measure_ceiling
 from cs336_systems.bench.entry import device_named, require_outputs
 from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass, times_of
 from cs336_systems.bench.record import RowFile, read_rows
-from cs336_systems.bench.report import comparisons, ladders, spread
+from cs336_systems.bench.report import comparisons, is_steady, ladders, spread
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import PASSES, AttentionShape, powers_of_two
 
@@ -393,13 +393,18 @@ def test_context_lasts_over_forward_and_backward(tmp_path):
 
 @needs_gpu
 def test_measured_twice(tmp_path):
-    """The same row, first and again after others, differs by less than 3 % where it takes more than 0.1 ms."""
+    """The same row, first and again after others, differs by less than 3 % where it takes more than 0.1 ms and the
+    tables do not mark it as unsteady, as they do where the host is slower than the GPU.
+    """
     shapes = [AttentionShape(1, 16, n, n, 64, torch.bfloat16, True) for n in (8192, 1024, 4096)]
     one = Sweep([ATTENTION["flash_triton"]], shapes, PASSES, ATTENTION["naive"].function, DEVICE, Duration(200, 500))
     first = one.run(tmp_path / "first.jsonl")
     for before, after in zip(first, one.run(tmp_path / "second.jsonl"), strict=True):
         assert before.median_ms is not None and after.median_ms is not None
-        assert before.median_ms < 0.1 or abs(after.median_ms / before.median_ms - 1) < 0.03, (before, after)
+        if before.n_queries == 8192:
+            assert is_steady(before) and is_steady(after)
+        if before.median_ms > 0.1 and is_steady(before) and is_steady(after):
+            assert abs(after.median_ms / before.median_ms - 1) < 0.03, (before, after)
 
 
 @needs_gpu

@@ -14,7 +14,7 @@ from cs336_systems.bench.record import AnyRecord, Record, Row
 from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
-WIDE_SPREAD = 15  # percent
+STEADY = 5  # percent: rows whose passes spread by less repeat within 3 percent
 LONGEST_ROW_S = 600  # a row that is compiled and timed takes less
 
 # What tells one line of a table from another. The first three are always columns, the others where they vary;
@@ -180,7 +180,9 @@ def _measured(names: Sequence[str], rows: Iterable[Row]) -> list[str]:
 def _time(row: Row | None) -> str:
     if row is None:
         return "-"
-    return _fixed(row.median_ms, 3) if row.status == "ok" else {"oom": "OOM"}.get(row.status, row.status)
+    if row.status != "ok":
+        return {"oom": "OOM"}.get(row.status, row.status)
+    return ("" if is_steady(row) else "~") + _fixed(row.median_ms, 3)
 
 
 def _memory(row: Row | None) -> tuple[str, str]:
@@ -223,26 +225,33 @@ def passes(rows: Sequence[Row]) -> str:
     return f"Times are the median of {', '.join(texts)}." if texts else ""
 
 
-def spread(rows: Sequence[Row]) -> str:
+def spread_of(row: Record) -> float | None:
+    """From the 20th to the 80th percentile of a row's passes, in percent of their median; a single one has none."""
+    if not row.median_ms or row.p20_ms is None or row.p80_ms is None or row.iterations == 1:
+        return None
+    return 100 * (row.p80_ms - row.p20_ms) / row.median_ms
+
+
+def is_steady(row: Record) -> bool:
+    """Whether a row's time may be expected to come out alike another time."""
+    return (spread_of(row) or 0.0) <= STEADY
+
+
+def spread(rows: Sequence[Record]) -> str:
     """How far the times can be trusted: throttling clocks or a busy machine show here."""
-    spreads = sorted(
-        100 * (row.p80_ms - row.p20_ms) / row.median_ms
-        for row in rows
-        if row.median_ms and row.p20_ms is not None and row.p80_ms is not None
-        if row.iterations is None or row.iterations > 1  # a single pass has no spread
-    )
+    spreads = sorted(value for row in rows if (value := spread_of(row)) is not None)
     if not spreads:
         return ""
-    middle, wide = spreads[len(spreads) // 2], sum(spread > WIDE_SPREAD for spread in spreads)
+    unsteady = sum(not is_steady(row) for row in rows)
     text = (
         "Spread, from the 20th to the 80th percentile of a row's passes, over the median: "
-        f"{middle:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst, above {WIDE_SPREAD} % "
-        f"for {wide} of {len(spreads)} rows; each row has its own in the JSONL."
+        f"{spreads[len(spreads) // 2]:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst, above {STEADY} % "
+        f"for {unsteady} of {len(spreads)} rows; each row has its own in the JSONL."
     )
-    if wide and rows[0].driver:  # on a GPU
-        text += (
-            " Those of a length up to about 1024 are bound by the host, which launches kernels slower than they run."
-        )
+    if unsteady:
+        text += f" ~ marks those above {STEADY} %: another run may give a time that differs by as much."
+        if rows[0].driver:  # on a GPU
+            text += " Mostly the host decides there: it launches kernels slower than the GPU runs them."
     return text
 
 
