@@ -11,33 +11,55 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.launch import empty_like, launch_backward, launch_forward, readable
+from cs336_systems.launch import empty_like, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def _launch_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
+    """o and L, by Hopper's own kernel where one is wanted and applies."""
+    kernels = launch_hopper if hopper and launch_hopper.applies(q, k) else launch
+    return kernels.launch_forward(q, k, v, is_causal)
+
+
+def _launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
+    wants_dk_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, with an empty tensor in place of each that nobody wants.
+
+    Hopper's own kernel makes all at once, and not the same bits each time: where only some are wanted, or PyTorch was
+    asked for deterministic algorithms, the portable ones do.
+    """
+    all_at_once = hopper and wants_dq and wants_dk_dv and not torch.are_deterministic_algorithms_enabled()
+    if all_at_once and launch_hopper.applies(q, k):
+        return launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal)
+    return launch.launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
+
+
 @torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return launch_forward(q, k, v, is_causal)
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
+    return _launch_forward(q, k, v, is_causal, hopper)
 
 
 @_forward_op.register_fake
-def _(q, k, v, is_causal):
+def _(q, k, v, is_causal, hopper):
     return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())
 def _backward_op(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, wants_dq: bool,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
     wants_dk_dv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
+    return _launch_backward(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv)
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv):
+def _(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     dq = empty_like(q) if wants_dq else q.new_empty(0)
     return (dq, empty_like(k), empty_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
@@ -57,12 +79,12 @@ def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callabl
     return call
 
 
-_forward = _op_or_launch(_forward_op, launch_forward)
-_backward = _op_or_launch(_backward_op, launch_backward)
+_forward = _op_or_launch(_forward_op, _launch_forward)
+_backward = _op_or_launch(_backward_op, _launch_backward)
 
 
 class FlashAttention2Triton(torch.autograd.Function):
-    """`FlashAttention2Triton.apply(q, k, v, is_causal=False) -> o`, differentiable once.
+    """`FlashAttention2Triton.apply(q, k, v, is_causal=False, hopper=True) -> o`, differentiable once.
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
@@ -77,11 +99,11 @@ class FlashAttention2Triton(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
+    def forward(ctx, q, k, v, is_causal=False, hopper=True):
         q, k, v = map(readable, attention_inputs(q, k, v, is_causal, DTYPES))
-        o, L = _forward(q, k, v, is_causal)
+        o, L = _forward(q, k, v, is_causal, hopper)
         ctx.save_for_backward(q, k, v, o, L)
-        ctx.is_causal = is_causal
+        ctx.is_causal, ctx.hopper = is_causal, hopper
         return o
 
     @staticmethod
@@ -90,5 +112,6 @@ class FlashAttention2Triton(torch.autograd.Function):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
         L = L.contiguous()  # a hook on saved tensors may have changed its strides
-        dq, dk, dv = _backward(q, k, v, o, readable(dO), L, ctx.is_causal, needs_dq, needs_dk or needs_dv)
-        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None
+        rest = ctx.is_causal, ctx.hopper, needs_dq, needs_dk or needs_dv
+        dq, dk, dv = _backward(q, k, v, o, readable(dO), L, *rest)
+        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None, None

@@ -1,9 +1,9 @@
 """From tensors to a running kernel: which tiles, how tensors are handed over, where results go.
 
-The way of a call: `launch_forward` and its like -> `_launch` -> the kernel. The first launch for tensors of one layout
-goes through Triton's own front end, which looks at every argument, compiles the kernel or finds it compiled, and takes
-some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `_Prepared` behind, and later
-launches for that layout only fill in addresses.
+The way of a call: `launch_forward` and its like -> `launch_kernel` -> the kernel. The first launch for tensors of one
+layout goes through Triton's own front end, which looks at every argument, compiles the kernel or finds it compiled, and
+takes some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `_Prepared` behind, and
+later launches for that layout only fill in addresses.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
-from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Launchable, Tile, Tiles, padded_head_dim, pick_tiles
 
 try:
     import triton
@@ -35,8 +35,8 @@ except ModuleNotFoundError as error:
 
 MAX_PROGRAMS = 2**31 - 1
 
-# What `_Prepared` calls is no documented interface of Triton's: it is used in the versions that it was tested with.
-REUSES_LAUNCHES = triton is not None and triton.__version__.startswith("3.6.")
+# What `_Prepared` and the Hopper kernels use of Triton is in part undocumented or private: not used in other versions.
+TESTED_TRITON = triton is not None and triton.__version__.startswith("3.6.")
 
 _interpreter = Lock()
 
@@ -71,6 +71,11 @@ def tiles_changed_by(change: Callable[[Tiles], Tiles]) -> Generator[None]:
         yield
     finally:
         _change = before
+
+
+def tiles_are_changed() -> bool:
+    """Whether a `tiles_changed_by` is in force."""
+    return _change is not _as_picked
 
 
 _launched: list[Any] | None = None
@@ -118,7 +123,7 @@ def tiles_for(x: Tensor) -> Tiles:
     return _change(pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
 
 
-def _as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
+def as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
     """A view of x with its leading dimensions as batch and heads."""
     if x.ndim == 4:
         return x
@@ -142,9 +147,9 @@ def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
 
 
-def _strided(x: Float[Tensor, "... n d"], tile: Tile) -> "Strided":
+def strided(x: Float[Tensor, "... n d"], tile: Tile) -> "Strided":
     """x as a pointer with strides."""
-    x = _as_4d(x)
+    x = as_4d(x)
     return Strided(x, *x.stride())
 
 
@@ -157,23 +162,30 @@ def _in_key_tiles(x: Keys, tile: Tile) -> "TensorDescriptor | Strided":
 
 
 def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "TensorDescriptor | Strided":
-    """x as a descriptor, where the tile asks for that and the copy engine can read x, or else as a pointer.
+    """x as a descriptor, where the tile asks for that and the copy engine can read x, or else as a pointer."""
+    strides = copyable_strides(x) if tile.by_descriptor else None
+    if strides is None:
+        return strided(x, tile)
+    x = as_4d(x)
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, tile_size, padded_head_dim(x.shape[-1])])
 
-    The copy engine wants an address and steps that are multiples of 16 bytes, steps above 0, and a last step of 1.
+
+def copyable_strides(x: Float[Tensor, "... n d"]) -> list[int] | None:
+    """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
+
+    It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
     """
-    x_4d = _as_4d(x)
     elements_in_16_bytes = 16 // x.element_size()
+    x_4d = as_4d(x)
     steps = [
         step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
         for step, size in zip(x_4d.stride()[:-1], x_4d.shape[:-1], strict=True)
     ]
     aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
-    if not (tile.by_descriptor and aligned and x.stride(-1) == 1 and x.numel() > 0):
-        return _strided(x, tile)
-    return TensorDescriptor(x_4d, list(x_4d.shape), [*steps, 1], [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+    return [*steps, 1] if aligned and x.stride(-1) == 1 and x.numel() > 0 else None
 
 
-def _contiguous(x: PerQuery, tile: Tile) -> PerQuery:
+def contiguous(x: PerQuery, tile: Tile) -> PerQuery:
     """x as the address of its first element: L and delta are contiguous (batch, heads, n_queries)."""
     return x
 
@@ -219,7 +231,7 @@ MOST_PREPARED = 4096  # after which all are forgotten: lengths may never repeat
 
 def _like(argument: Any) -> Callable[[Tensor], Any]:
     """What makes the argument that `argument` was, for another tensor of the same layout."""
-    if isinstance(argument, TensorDescriptor):
+    if hasattr(argument, "block_shape"):  # a descriptor, Triton's or Gluon's
         shape, strides, padding = argument.shape, argument.strides, argument.padding
         return lambda x: _Described(x, shape, strides, padding)
     if isinstance(argument, Strided):
@@ -234,17 +246,17 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kernel:
+class Kernel:
     """How a kernel is launched."""
 
     function: Callable[[], Any]
-    takes: tuple[Callable[[Any, Tile], Any], ...]  # for each tensor: how the kernel takes it
+    takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
     over_keys: bool = False  # whether a program owns a tile of keys, not of queries
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
-def _launch(
-    kernel: _Kernel, tile: Tile, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+def launch_kernel(
+    kernel: Kernel, tile: Launchable, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
 ) -> None:
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
@@ -261,7 +273,7 @@ def _launch(
             prepared.launch(*inputs, *outputs)
         else:
             prepared = _launch_first(kernel, tile, is_causal, precision, (*inputs, *outputs))
-            if prepared is not None and REUSES_LAUNCHES:
+            if prepared is not None and TESTED_TRITON:
                 if len(_prepared) >= MOST_PREPARED:
                     _prepared.clear()
                 _prepared[key] = prepared
@@ -270,9 +282,9 @@ def _launch(
 
 
 def _launch_first(
-    kernel: _Kernel, tile: Tile, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
+    kernel: Kernel, tile: Launchable, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
 ) -> _Prepared | None:
-    """As `_launch`, through Triton's front end.
+    """As `launch_kernel`, through Triton's front end.
 
     Returns:
         What further launches for tensors of the same layout take; None where nothing was compiled.
@@ -294,13 +306,10 @@ def _launch_first(
         "scale": q.shape[-1] ** -0.5,
         "D": q.shape[-1],
         "D_TILE_SIZE": padded_head_dim(q.shape[-1]),
-        "Q_TILE_SIZE": tile.q_tile_size,
-        "K_TILE_SIZE": tile.k_tile_size,
         "IS_CAUSAL": is_causal,
         "INPUT_PRECISION": precision,
         "BASE_2": is_half,
-        "HEAD_GROUP": tile.head_group,
-        "SKIP_MASKED": tile.skip_masked,
+        **tile.constants(),
         **kernel.flags,
     }
     function = kernel.function()
@@ -312,9 +321,7 @@ def _launch_first(
         # Fused, scale · S would stay unrounded, while L is made of rounded products; where scores are large, exp
         # turns the difference into an error of P. The budget of 16-bit inputs has room for it, float32's has not.
         enable_fp_fusion=is_half,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
+        **tile.options(),
     )
     if compiled is None:
         return None
@@ -326,18 +333,18 @@ def _launch_first(
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = _Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, _strided, _contiguous))
+_FORWARD = Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, contiguous))
 _DQ, _DELTA = (
-    _Kernel(
+    Kernel(
         lambda: backward_kernels.flash_backward_dq_kernel,
-        (*_QKV, _strided, _in_query_tiles, _contiguous, _strided, _contiguous, _contiguous),
+        (*_QKV, strided, _in_query_tiles, contiguous, strided, contiguous, contiguous),
         flags={"WANTS_DQ": wants_dq},
     )
     for wants_dq in (True, False)
 )
-_DK_DV = _Kernel(
+_DK_DV = Kernel(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
-    (*_QKV, _in_query_tiles, _contiguous, _contiguous, _strided, _strided),
+    (*_QKV, _in_query_tiles, contiguous, contiguous, strided, strided),
     over_keys=True,
 )
 
@@ -345,7 +352,7 @@ _DK_DV = _Kernel(
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _launch(_FORWARD, tile or tiles_for(q).forward, is_causal, (q, k, v), (o, L))
+    launch_kernel(_FORWARD, tile or tiles_for(q).forward, is_causal, (q, k, v), (o, L))
     return o, L
 
 
@@ -358,7 +365,7 @@ def launch_dq(
     """
     dq, L_base, delta = empty_like(q), torch.empty_like(L), torch.empty_like(L)
     kernel = _DQ if wants_dq else _DELTA
-    _launch(kernel, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), (dq, L_base, delta))
+    launch_kernel(kernel, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), (dq, L_base, delta))
     return dq, L_base, delta
 
 
@@ -368,7 +375,7 @@ def launch_dk_dv(
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv, from what `launch_dq` gave."""
     dk, dv = empty_like(k), empty_like(v)
-    _launch(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
+    launch_kernel(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
     return dk, dv
 
 

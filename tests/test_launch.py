@@ -57,7 +57,7 @@ def kernel(monkeypatch) -> FakeKernel:
     monkeypatch.setattr(launch, "forward_kernels", SimpleNamespace(flash_forward_kernel=fake))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    monkeypatch.setattr(launch, "REUSES_LAUNCHES", True)
+    monkeypatch.setattr(launch, "TESTED_TRITON", True)
     monkeypatch.setattr(launch, "_prepared", {})
     return fake
 
@@ -121,7 +121,7 @@ def test_precision_is_asked_for_anew(kernel):
 
 
 def test_other_versions_of_triton_launch_by_their_front_end(kernel, monkeypatch):
-    monkeypatch.setattr(launch, "REUSES_LAUNCHES", False)
+    monkeypatch.setattr(launch, "TESTED_TRITON", False)
     for _ in range(2):
         launch.launch_forward(*drawn(), True, TILE)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
@@ -151,7 +151,7 @@ def test_again_is_as_the_first_time(is_causal, layout):
     apply = flash_function("triton")
     run_attention(apply, Inputs(*map(layout, first)), is_causal)
     kept = len(launch._prepared)
-    assert INTERPRETED or not launch.REUSES_LAUNCHES or kept
+    assert INTERPRETED or not launch.TESTED_TRITON or kept
     inputs = Inputs(*map(layout, second))
     again = run_attention(apply, inputs, is_causal)
     assert len(launch._prepared) == kept

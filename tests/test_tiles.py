@@ -171,9 +171,9 @@ def test_without_skipping_masked_tiles(is_causal):
 def test_changed_tiles_are_launched(monkeypatch):
     """In the forward and in the backward, which runs in a thread of autograd's; and no longer than the block lasts."""
     launched = []
-    original = launch._launch
+    original = launch.launch_kernel
     monkeypatch.setattr(
-        launch, "_launch", lambda kernel, tile, *rest: (launched.append(tile), original(kernel, tile, *rest))[1]
+        launch, "launch_kernel", lambda kernel, tile, *rest: (launched.append(tile), original(kernel, tile, *rest))[1]
     )
     forced = Tiles(Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
     inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from uuid import uuid4
 
 import torch
@@ -45,9 +45,31 @@ class Gpu:
             )
 
 
+class Launchable(Protocol):
+    """How a kernel is launched."""
+
+    @property
+    def q_tile_size(self) -> int:
+        """Rows of a query tile."""
+        ...
+
+    @property
+    def k_tile_size(self) -> int:
+        """Rows of a key tile."""
+        ...
+
+    def constants(self) -> dict[str, Any]:
+        """The kernel's arguments that come of it."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """Triton's options."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is launched."""
+    """How a portable kernel is launched."""
 
     q_tile_size: int  # rows of a query tile
     k_tile_size: int  # rows of a key tile
@@ -57,6 +79,74 @@ class Tile:
     by_descriptor: bool = False  # whether tiles are fetched by the copy engine; pays where both sizes suit wgmma
     max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
     skip_masked: bool = True  # whether tiles that the causal mask hides are left out; for the ladder of benchmarks
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "Q_TILE_SIZE": self.q_tile_size,
+            "K_TILE_SIZE": self.k_tile_size,
+            "HEAD_GROUP": self.head_group,
+            "SKIP_MASKED": self.skip_masked,
+        }
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
+
+@dataclass(frozen=True)
+class HopperForward:
+    """How Hopper's own forward is launched."""
+
+    attenders: int  # warpgroups of 64 queries
+    k_tile_size: int  # rows of a key tile
+    num_stages: int  # of the rings of K and V
+    registers: int  # of each thread that attends
+    head_group: int  # as in `Tile`
+    q_in_registers: bool  # or else in shared memory
+
+    @property
+    def q_tile_size(self) -> int:
+        return 64 * self.attenders
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "Q_TILE_SIZE": self.q_tile_size,
+            "K_TILE_SIZE": self.k_tile_size,
+            "HEAD_GROUP": self.head_group,
+            "STAGES": self.num_stages,
+            "REGISTERS": self.registers,
+            "Q_IN_REGISTERS": self.q_in_registers,
+        }
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": 4}  # of the warpgroup that loads; the others' are the kernel's
+
+
+@dataclass(frozen=True)
+class HopperBackward:
+    """How Hopper's own backward is launched: two warpgroups own 64 keys each."""
+
+    q_tile_size: int  # rows of a query tile
+    num_stages: int  # query tiles in shared memory
+    registers: int  # of each thread that owns keys
+    head_group: int  # as in `Tile`
+    dS_stages: int = 2  # of what the two hand over
+    dq_stages: int = 2  # of what is added to dQ
+
+    k_tile_size: ClassVar[int] = 128
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "Q_TILE_SIZE": self.q_tile_size,
+            "K_TILE_SIZE": self.k_tile_size,
+            "HEAD_GROUP": self.head_group,
+            "STAGES": self.num_stages,
+            "dS_STAGES": self.dS_stages,
+            "dQ_STAGES": self.dq_stages,
+            "REGISTERS": self.registers,
+        }
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": 4}  # of the warpgroup that loads; the others' are the kernel's
 
 
 @dataclass(frozen=True)
@@ -112,6 +202,18 @@ HOPPER = {
     ),
     (4, 128): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 2)),
+}
+
+# Hopper's own kernels, by padded head dim: (forward, backward), from a prototype's measurements.
+HOPPER_OWN = {
+    64: (
+        HopperForward(attenders=3, k_tile_size=128, num_stages=2, registers=160, head_group=8, q_in_registers=False),
+        HopperBackward(q_tile_size=64, num_stages=4, registers=216, head_group=4, dS_stages=3),
+    ),
+    128: (
+        HopperForward(attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True),
+        HopperBackward(q_tile_size=64, num_stages=2, registers=240, head_group=4),
+    ),
 }
 
 # Compiled, not timed.

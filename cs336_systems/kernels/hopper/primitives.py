@@ -1,0 +1,122 @@
+"""What the Hopper kernels share: rings of buffers, layouts, turns on the tensor cores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+ROWS = gl.constexpr(64)  # of the accumulators of one warpgroup: what a wgmma instruction takes
+
+
+@aggregate
+class Ring:
+    """Buffers in shared memory that the copy engine fills in turn, and that several warpgroups read.
+
+    Use number i is of buffer i % stages. A barrier's phase is 0 while the first use is under way, then 1, then 0.
+    """
+
+    buffers: gl.shared_memory_descriptor  # (stages, 1, 1, rows, D)
+    filled: gl.shared_memory_descriptor  # (stages, 1)
+    free: gl.shared_memory_descriptor  # (stages, 1)
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, filled, free, stages):
+        self.buffers = buffers
+        self.filled = filled
+        self.free = free
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def fill(self, i, x, batch, head, row):
+        """As soon as the buffer of use i is free: let the copy engine read rows from `row` on into it."""
+        rows: gl.constexpr = self.buffers.shape[3]
+        width: gl.constexpr = self.buffers.shape[4]
+        stage = i % self.stages
+        mbarrier.wait(self.free.index(stage), (i // self.stages & 1) ^ 1)
+        mbarrier.expect(self.filled.index(stage), rows * width * 2)
+        tma.async_copy_global_to_shared(x, [batch, head, row, 0], self.filled.index(stage), self.buffers.index(stage))
+
+    @gluon.jit
+    def get(self, i):
+        """The buffer of use i, as a matrix, once it is filled."""
+        rows: gl.constexpr = self.buffers.shape[3]
+        width: gl.constexpr = self.buffers.shape[4]
+        stage = i % self.stages
+        mbarrier.wait(self.filled.index(stage), i // self.stages & 1)
+        return self.buffers.index(stage).reshape([rows, width])
+
+    @gluon.jit
+    def matrix(self, i):
+        """The buffer of use i, for who has waited for it before."""
+        rows: gl.constexpr = self.buffers.shape[3]
+        width: gl.constexpr = self.buffers.shape[4]
+        return self.buffers.index(i % self.stages).reshape([rows, width])
+
+    @gluon.jit
+    def release(self, i):
+        """Say that this warpgroup reads use i no more."""
+        mbarrier.arrive(self.free.index(i % self.stages), count=1)
+
+
+@gluon.jit
+def make_ring(x, stages: gl.constexpr, readers: gl.constexpr):
+    """A ring for tiles of the descriptor x, each of them read by `readers` warpgroups."""
+    block: gl.constexpr = x.block_type.shape
+    buffers = gl.allocate_shared_memory(x.dtype, [stages, 1, 1, block[2], block[3]], x.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=readers)
+    return Ring(buffers, filled, free, stages)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a warpgroup holds a matrix product (ROWS, columns): each warp 16 rows, each row spread over four threads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """How a warpgroup holds a left operand of 16-bit numbers whose product has so many columns."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
+
+
+@gluon.jit
+def row_max(S):
+    """The maximum of each row, in four chains a thread instead of one long one."""
+    rows: gl.constexpr = S.shape[0]
+    columns: gl.constexpr = S.shape[1]
+    in_chains = gl.max(gl.reshape(S, [rows, columns // 16, 16]), 1)
+    return gl.convert_layout(gl.max(in_chains, 1), gl.SliceLayout(1, S.type.layout))
+
+
+@gluon.jit
+def row_sums_in_parts(P):
+    """(rows, 8): the sums of those columns of each row that lie in one thread: no exchange between threads."""
+    rows: gl.constexpr = P.shape[0]
+    columns: gl.constexpr = P.shape[1]
+    return gl.sum(gl.reshape(P, [rows, columns // 8, 8]), 1)
+
+
+@gluon.jit
+def wait_for_turn(W: gl.constexpr):
+    """Wait until another warpgroup passes the turn on to warpgroup W. (Ids of barriers below 8 are the compiler's.)"""
+    turn = gl.full([128], 8 + W, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr):
+    """Let warpgroup W go on, as soon as it waits."""
+    turn = gl.full([128], 8 + W, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,147 @@
+"""As `launch`, for the kernels that run on Hopper alone: where they apply, and how they are launched.
+
+They apply to 16-bit tensors of head dims 40 to 128, multiples of 8, on a GPU of compute capability 9.0, in the versions
+of Triton that they were tested with. Until they have run on one, CS336_HOPPER=1 has to ask for them.
+"""
+
+import math
+import os
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems import launch
+from cs336_systems.inputs import Keys, PerQuery, Queries
+from cs336_systems.kernels.tiles import HOPPER_OWN, HopperBackward, HopperForward, padded_head_dim
+from cs336_systems.launch import Kernel, as_4d, contiguous, copyable_strides, empty_like, launch_kernel, strided
+
+ASKED_FOR_BY = "CS336_HOPPER"
+ROWS = 64  # as in `kernels.hopper.primitives`
+
+if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels use of it is private
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from cs336_systems.kernels.hopper import backward as backward_kernels
+    from cs336_systems.kernels.hopper import backward_wide as backward_wide_kernels
+    from cs336_systems.kernels.hopper import forward as forward_kernels
+
+Tile = HopperForward | HopperBackward
+
+
+def applies(q: Queries, k: Keys) -> bool:
+    """Whether Hopper's own kernels compute this attention.
+
+    Args:
+        q, k: as the launches take them.
+    """
+    return (
+        launch.TESTED_TRITON
+        and not launch.is_interpreted()
+        and os.environ.get(ASKED_FOR_BY) == "1"
+        and on_a_gpu(q)
+        and launch.gpu_of(q.device).capability == (9, 0)
+        and q.dtype.itemsize == 2
+        and padded_head_dim(q.shape[-1]) in HOPPER_OWN
+        and q.shape[-1] % 8 == 0  # or rows do not begin at multiples of 16 bytes
+        and q.numel() > 0
+        and k.numel() > 0
+        and not launch.tiles_are_changed()
+    )
+
+
+def on_a_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """x, copied where the copy engine cannot read it."""
+    return x if copyable_strides(x) else x.contiguous()
+
+
+def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorDescriptor":
+    """x for the copy engine, in tiles of so many rows and columns, as matrix instructions read them."""
+    strides, x = copyable_strides(x), as_4d(x)
+    assert strides is not None
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
+
+
+def _in_rows(x: Float[Tensor, "... n d"], tile: Tile) -> "TensorDescriptor":
+    return _described(x, ROWS, padded_head_dim(x.shape[-1]))
+
+
+def _in_query_tiles(x: Queries, tile: Tile) -> "TensorDescriptor":
+    return _described(x, tile.q_tile_size, padded_head_dim(x.shape[-1]))
+
+
+def _in_key_tiles(x: Keys, tile: Tile) -> "TensorDescriptor":
+    return _described(x, tile.k_tile_size, padded_head_dim(x.shape[-1]))
+
+
+def _in_halves_of_query_tiles(x: Queries, tile: Tile) -> "TensorDescriptor":
+    return _described(x, tile.q_tile_size, padded_head_dim(x.shape[-1]) // 2)
+
+
+def _parts(x: Float[Tensor, "rows parts"], tile: Tile) -> "TensorDescriptor":
+    layout = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.q_tile_size, x.shape[1]], layout)
+
+
+_FORWARD = Kernel(
+    lambda: forward_kernels.flash_forward_hopper_kernel,
+    (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, contiguous),
+)
+_PREPARE = Kernel(
+    lambda: backward_kernels.flash_backward_hopper_prepare_kernel,
+    (strided, strided, contiguous, contiguous, strided),
+)
+_BACKWARD, _BACKWARD_WIDE = (
+    Kernel(
+        function,
+        (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
+        over_keys=True,
+    )
+    for function, sums in (
+        (lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),
+        (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
+    )
+)
+_FINISH = Kernel(lambda: backward_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
+
+
+def launch_forward(
+    q: Queries, k: Keys, v: Keys, is_causal: bool, tile: HopperForward | None = None
+) -> tuple[Queries, PerQuery]:
+    """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
+    q, k, v = map(_copyable, (q, k, v))
+    o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    tile = tile or HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
+    launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
+    return o, L
+
+
+def prepare(o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward) -> tuple[Float[Tensor, "rows parts"], Queries]:
+    """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
+    n_tiles = math.ceil(o.shape[-2] / tile.q_tile_size)
+    parts = o.new_empty(math.prod(o.shape[:-2]) * n_tiles * 2 * tile.q_tile_size, 16)
+    dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
+    launch_kernel(_PREPARE, tile, False, (o, dO, L), (parts, dq_sum))
+    return parts, dq_sum
+
+
+def launch_backward(
+    q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
+    tile: HopperBackward | None = None,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
+    """Algorithm 2: dq, dk and dv. The sums of dq are added up in no fixed order."""
+    q, k, v, dO = map(_copyable, (q, k, v, dO))
+    width = padded_head_dim(q.shape[-1])
+    tile = tile or HOPPER_OWN[width][1]
+    parts, dq_sum = prepare(o, dO, L, tile)
+    dq, dk, dv = map(empty_like, (q, k, v))
+    kernel = _BACKWARD_WIDE if width == 128 else _BACKWARD
+    launch_kernel(kernel, tile, is_causal, (q, k, v, dO, parts, dq_sum), (dk, dv))
+    launch_kernel(_FINISH, tile, is_causal, (dq, dq_sum), ())
+    return dq, dk, dv

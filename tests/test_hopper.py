@@ -1,0 +1,235 @@
+"""Hopper's own kernels: right where they apply, and never used where they do not."""
+
+import math
+
+import pytest
+import torch
+
+from cs336_systems import launch, launch_hopper
+from cs336_systems.flash_triton import FlashAttention2Triton
+from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu
+
+from .layouts import LAYOUTS, contiguous
+from .machine import NATIVE, both_causal, needs_triton
+from .reference import Case, Inputs, Result, assert_within_budget, run_attention
+
+HOPPER = NATIVE and torch.cuda.get_device_capability() == (9, 0) and launch.TESTED_TRITON
+CUDA = torch.device("cuda")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0, and Triton 3.6")
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setenv(launch_hopper.ASKED_FOR_BY, "1")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As if tensors on the CPU were on a Hopper GPU, where compiled kernels can be launched."""
+    monkeypatch.setattr(launch_hopper.launch, "TESTED_TRITON", True)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
+    monkeypatch.setattr(launch_hopper, "on_a_gpu", lambda x: True)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("d", [40, 64, 72, 128])
+@each_dtype
+def test_applies(on_hopper, dtype, d):
+    q = torch.empty(2, 3, 100, d, dtype=dtype)
+    assert launch_hopper.applies(q, q[:, :, :1])
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "change"),
+    [
+        ((4, 64), (4, 64), {"dtype": torch.float32}),
+        ((4, 60), (4, 60), {}),
+        ((4, 32), (4, 32), {}),
+        ((4, 136), (4, 136), {}),
+        ((0, 64), (4, 64), {}),
+        ((4, 64), (0, 64), {}),
+    ],
+    ids=["float32", "rows off 16 bytes", "narrow", "wide", "no queries", "no keys"],
+)
+def test_does_not_apply_to_other_tensors(on_hopper, q, k, change):
+    dtype = change.get("dtype", torch.bfloat16)
+    assert not launch_hopper.applies(torch.empty(q, dtype=dtype), torch.empty(k, dtype=dtype))
+
+
+@pytest.mark.parametrize("reason", ["nobody asked", "Ada", "Blackwell", "interpreter", "other Triton", "tiles changed"])
+def test_does_not_apply_elsewhere(on_hopper, reason):
+    q = torch.empty(4, 64, dtype=torch.bfloat16)
+    assert launch_hopper.applies(q, q)
+    if reason == "tiles changed":
+        with launch.tiles_changed_by(lambda tiles: tiles):
+            assert not launch_hopper.applies(q, q)
+        return
+    if reason == "nobody asked":
+        on_hopper.delenv(launch_hopper.ASKED_FOR_BY)
+    elif reason == "interpreter":
+        on_hopper.setattr(launch, "is_interpreted", lambda: True)
+    elif reason == "other Triton":
+        on_hopper.setattr(launch, "TESTED_TRITON", False)
+    else:
+        capability = {"Ada": (8, 9), "Blackwell": (10, 0)}[reason]
+        on_hopper.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 227 * KIB))
+    assert not launch_hopper.applies(q, q)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "wanted", "deterministic", "own"),
+    [
+        (True, "qkv", False, ["forward", "backward"]),
+        (False, "qkv", False, []),
+        (True, "q", False, ["forward"]),
+        (True, "kv", False, ["forward"]),
+        (True, "qkv", True, ["forward"]),
+    ],
+    ids=["default", "turned off", "only dq", "only dk and dv", "deterministic"],
+)
+@needs_triton
+def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
+    """Hopper's backward forms all gradients at once, and not the same bits each time."""
+    used = []
+
+    def stand_in(name, portable):
+        def launched(*arguments):
+            used.append(name)
+            return portable(*arguments)
+
+        return launched
+
+    def backward(*arguments):
+        return launch.launch_backward(*arguments, True, True)
+
+    monkeypatch.setattr(launch_hopper, "applies", lambda q, k: True)
+    monkeypatch.setattr(launch_hopper, "launch_forward", stand_in("forward", launch.launch_forward))
+    monkeypatch.setattr(launch_hopper, "launch_backward", stand_in("backward", backward))
+    device = CUDA if NATIVE else torch.device("cpu")
+    inputs = Case((2,), 20, 20, 64).draw(torch.float16, device)
+    leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3], strict=True)]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        o = FlashAttention2Triton.apply(*leaves, True, hopper)
+        gradients = torch.autograd.grad(o, [x for x in leaves if x.requires_grad], inputs.dO)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert used == own and len(gradients) == len(wanted)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if NATIVE else [])])
+def test_parts_add_up(dtype):
+    """L and delta, split into three numbers of a half type, keep float32's precision whatever their size."""
+    if not launch.TESTED_TRITON:
+        pytest.skip("the kernels are for Triton 3.6")
+    device = CUDA if NATIVE else torch.device("cpu")
+    n, d = 70, 64
+    tile = HOPPER_OWN[64][1]
+    L = torch.linspace(-12, 12, n, device=device).exp() * torch.tensor([1.0, -1.0], device=device).repeat(n // 2)
+    L[3] = -math.inf
+    o, dO = torch.randn(2, n, d, device=device).to(dtype)
+    parts, dq_sum = launch_hopper.prepare(o, dO, L, tile)
+    weights = torch.zeros(16, dtype=torch.float64, device=device)
+    weights[:3] = torch.tensor([1.0] * 3 if dtype == torch.bfloat16 else [2.0**15, 2.0**4, 2.0**-6])
+    got_L, got_delta = (parts.double().view(-1, 2, tile.q_tile_size, 16) * weights).sum(-1).transpose(0, 1).flatten(1)
+    expected = -L.double() * d**0.5
+    finite = expected.isfinite()
+    assert ((got_L[:n] - expected)[finite].abs() <= 2.0**-23 * expected[finite].abs() + 2.0**-30).all()
+    assert (got_L[n:] < -9e8).all() and got_L[3] < -9e8, "where nothing is seen P is 0"
+    delta = -(o.double() * dO.double()).sum(-1)
+    assert (got_delta[:n] - delta).abs().max() < 1e-5 and not got_delta[n:].any()
+    assert not dq_sum.any()
+
+
+# On a Hopper GPU
+
+RAGGED = [
+    ((1, 1), 1, 1), ((2, 3), 64, 64), ((1, 2), 65, 63), ((3,), 127, 129), ((2, 2), 192, 128), ((1, 5), 193, 257),
+    ((2,), 300, 17), ((2,), 17, 300), ((1, 3), 1000, 1000), ((2, 1, 2), 129, 400), ((1, 2), 640, 128),
+]  # fmt: skip
+
+
+def run_on_hopper(inputs: Inputs, is_causal: bool) -> Result:
+    """Both passes, once it is sure that they are Hopper's own."""
+    q, k, v, dO = map(launch.readable, inputs)
+    assert launch_hopper.applies(q, k)
+    o, L = launch_hopper.launch_forward(q, k, v, is_causal)
+    return Result(o, L, *launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal))
+
+
+@needs_hopper
+@both_causal
+@each_dtype
+@pytest.mark.parametrize("d", [40, 64, 96, 128])
+@pytest.mark.parametrize(("leading", "n_queries", "n_keys"), RAGGED, ids=str)
+def test_ragged(leading, n_queries, n_keys, d, dtype, is_causal):
+    inputs = Case(leading, n_queries, n_keys, d).draw(dtype, CUDA)
+    assert_within_budget(run_on_hopper(inputs, is_causal), inputs, is_causal)
+
+
+@needs_hopper
+@both_causal
+@pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])
+@pytest.mark.parametrize("d", [64, 128])
+def test_layouts(d, layout, is_causal):
+    inputs = Inputs(*map(layout, Case((2, 3), 150, 200, d).draw(torch.bfloat16, CUDA)))
+    result = run_attention(FlashAttention2Triton.apply, inputs, is_causal)
+    assert_within_budget(result, inputs, is_causal)
+
+
+@needs_hopper
+@both_causal
+@each_dtype
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 5.0, 30.0])
+def test_large_logits(sharpness, d, dtype, is_causal):
+    q, k, v, dO = Case((2, 2), 200, 260, d).draw(dtype, CUDA)
+    inputs = Inputs(q * sharpness, k, v, dO)
+    assert_within_budget(run_on_hopper(inputs, is_causal), inputs, is_causal)
+
+
+@needs_hopper
+@both_causal
+@pytest.mark.parametrize("d", [64, 128])
+def test_every_element_is_written(d, is_causal):
+    """Memory that nobody filled holds NaN in deterministic mode."""
+    inputs = Case((2, 2), 193, 257, d).draw(torch.bfloat16, CUDA)
+    torch.use_deterministic_algorithms(True)
+    try:
+        result = run_on_hopper(inputs, is_causal)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_within_budget(result, inputs, is_causal)
+
+
+@needs_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_same_again(d):
+    """o, L, dk and dv are bit-equal in 1000 runs; dq is added up in no fixed order, and stays within the budget."""
+    inputs = Case((2, 4), 517, 517, d).draw(torch.bfloat16, CUDA)
+    again = first = run_on_hopper(inputs, True)
+    assert first.L is not None and first.dk is not None and first.dv is not None
+    wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(1000):
+        again = run_on_hopper(inputs, True)
+        assert again.L is not None and again.dk is not None and again.dv is not None
+        for x, y in ((first.o, again.o), (first.L, again.L), (first.dk, again.dk), (first.dv, again.dv)):
+            wrong += (x != y).sum()
+    assert not wrong.item()
+    assert_within_budget(again, inputs, True)
+
+
+@needs_hopper
+def test_portable_kernels_where_they_were_asked_for():
+    """With hopper=False the launches are those of the portable kernels."""
+    inputs = Case((2, 2), 100, 100, 64).draw(torch.bfloat16, CUDA)
+    q, k, v = inputs[:3]
+    with launch.launched_kernels() as own:
+        FlashAttention2Triton.apply(q, k, v, True)
+    with launch.launched_kernels() as portable:
+        FlashAttention2Triton.apply(q, k, v, True, False)
+    assert [x.metadata.name for x in own] == ["flash_forward_hopper_kernel"]
+    assert [x.metadata.name for x in portable] == ["flash_forward_kernel"]
