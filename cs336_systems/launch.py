@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -138,7 +139,8 @@ def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
     than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
     """
-    merges = x.ndim <= 4 or x.reshape(-1, *x.shape[-3:]).data_ptr() == x.data_ptr()
+    leading = [(size, step) for size, step in zip(x.shape[:-3], x.stride(), strict=False) if size != 1]
+    merges = all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
     return (x if x.stride(-1) == 1 and merges else x.contiguous()).resolve_neg()
 
 

@@ -18,6 +18,7 @@ from cs336_systems import launch
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
 
+from .layouts import batch_last
 from .machine import (
     DEVICE,
     INTERPRETED,
@@ -358,11 +359,13 @@ BACKEND = "inductor" if NATIVE else "aot_eager"
 
 
 @both_causal
+@pytest.mark.parametrize("leading", [(1, 2), (2, 1, 2)], ids=str)
 @needs_triton
-def test_compiled_in_one_graph(is_causal):
+def test_compiled_in_one_graph(leading, is_causal):
     """The Triton Function compiles without a graph break, backward too, and gives what eager gives."""
     torch.compiler.reset()
-    inputs = Case((1, 2), 100, 100, 64).draw(torch.float32, DEVICE)
+    contiguous = Case(leading, 100, 100, 64).draw(torch.float32, DEVICE)
+    inputs = Inputs(*map(batch_last, contiguous))  # more than two leading dimensions do not merge
     compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
     # A compiled output has the compiled graph as its node, so there is no saved L to compare.
     result = run_attention(compiled, inputs, is_causal)

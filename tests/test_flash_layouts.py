@@ -97,6 +97,8 @@ def test_leading_dimensions_that_no_view_can_merge(flash):
         Case((2,), 0, 0, 16),
         Case((0,), 5, 7, 16),
         Case((2, 0), 5, 7, 16),
+        Case((2, 1, 2), 0, 7, 16),
+        Case((2, 0, 2), 5, 7, 16),
         Case((), 130, 0, 3),
     ],
     ids=str,

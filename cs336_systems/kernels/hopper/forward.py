@@ -157,7 +157,8 @@ def _attend(
     o_i = warpgroup_mma_wait(0, deps=[o_next])
 
     l_i = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, S_LAYOUT))
-    o_i = o_i / gl.convert_layout(l_i, gl.SliceLayout(1, O_LAYOUT))[:, None]  # line 15
+    divisor = gl.convert_layout(gl.where(l_i == 0.0, 1.0, l_i), gl.SliceLayout(1, O_LAYOUT))
+    o_i = o_i / divisor[:, None]  # line 15; l = 0 where all scores are -inf
     o_tile = o_tiles.index(W)
     o_tile.reshape([ROWS, D_TILE_SIZE]).store(o_i.to(o.dtype))
     fence_async_shared()
