@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the attention benchmarks one after another: rows, tables, plots, and the report of a folder that has a template.
+# Run the benchmarks and the training one after another: rows, tables, plots, and the report of a folder that has a
+# template.
 #
 #   scripts/reproduce_runs.sh runs/mine                     all of it
 #   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
@@ -39,6 +40,20 @@ tuning() {
         $run cs336_systems/autotune.py --d $d --out-jsonl "$out/autotune/d$d.jsonl" --out-md "$out/autotune/d$d.md"
     done
 }
+model() { # all sizes at a short context, the smaller ones at longer contexts as far as memory goes
+    for options in "" --compile "--amp bf16" "--amp bf16 --compile"; do
+        for sizes in "--sweep --context-length 128" \
+            "--model-size small medium large --sweep-contexts 512 1024 2048 4096 8192"; do
+            $run cs336_systems/benchmark.py $sizes $options --attention naive flash_triton sdpa_flash \
+                --out-jsonl "$out/model/metrics.jsonl" --write-md --out-md "$out/model/table.md"
+        done
+    done
+}
+training() { # from one seed: two curves that have to lie on one another
+    for attention in naive flash_triton; do
+        $run scripts/train_lm.py --attention $attention --amp bf16 --out-dir "$out/training"
+    done
+}
 plots() {
     $run scripts/plot.py "$out/flash/metrics.jsonl" --out-dir "$out/flash"
     $run scripts/plot.py "$out/pytorch_attention/metrics.jsonl" --out-dir "$out/pytorch_attention"
@@ -47,7 +62,7 @@ report() {
     $run scripts/write_report.py "$out"
 }
 
-steps=(pytorch_attention small_card flash ladder tuning plots)
+steps=(pytorch_attention small_card flash ladder tuning model training plots)
 [ ! -f "$out/REPORT.template.md" ] || steps+=(report)
 for step in "${@:-${steps[@]}}"; do
     if [[ " ${steps[*]} " != *" $step "* ]]; then
