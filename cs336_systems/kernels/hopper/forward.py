@@ -137,23 +137,23 @@ def _attend(
     queries = i + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     keys = (n_key_tiles - 1 - first) * K_TILE_SIZE + gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
     S = gl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), S, float("-inf"))
-    P, m, l, o_i = _softmax(S, m, l, o_i, score_scale)
+    P, m, l, o_i = _softmax(S, m, l, o_i, score_scale, v_tiles.buffers.dtype)
 
     for step in range(first + 1, n_key_tiles):
         k_j = k_tiles.get(step)
         v_j = v_tiles.get(step - 1)
         wait_for_turn(W)
-        o_next = warpgroup_mma(_as_operand(P, v_j.dtype, D_TILE_SIZE), v_j, o_i, is_async=True)  # line 13
+        o_next = warpgroup_mma(P, v_j, o_i, is_async=True)  # line 13
         S = warpgroup_mma(q_i, k_j.permute((1, 0)), zeros, use_acc=False, is_async=True)  # line 9 of the next tile
         pass_turn(NEXT)
         o_i = warpgroup_mma_wait(1, deps=[o_next])
         v_tiles.release(step - 1)
         S = warpgroup_mma_wait(0, deps=[S])
         k_tiles.release(step)
-        P, m, l, o_i = _softmax(S, m, l, o_i, score_scale)
+        P, m, l, o_i = _softmax(S, m, l, o_i, score_scale, v_tiles.buffers.dtype)
 
     v_j = v_tiles.get(n_key_tiles - 1)
-    o_next = warpgroup_mma(_as_operand(P, v_j.dtype, D_TILE_SIZE), v_j, o_i, is_async=True)  # line 13 of the last tile
+    o_next = warpgroup_mma(P, v_j, o_i, is_async=True)  # line 13 of the last tile
     o_i = warpgroup_mma_wait(0, deps=[o_next])
 
     l_i = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -168,8 +168,11 @@ def _attend(
 
 
 @gluon.jit
-def _softmax(S, m, l, o_i, score_scale):
-    """Lines 10 to 12, and the rescaling of line 13: (P~, m, l, exp(m - m') O)."""
+def _softmax(S, m, l, o_i, score_scale, dtype: gl.constexpr):
+    """Lines 10 to 12, and the rescaling of line 13: (P~, m, l, exp(m - m') O).
+
+    P~ comes in the dtype of V, as the left operand of P~ V: it stays in registers.
+    """
     m_new = gl.maximum(m, row_max(S) * score_scale)  # line 10
     # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -177,10 +180,4 @@ def _softmax(S, m, l, o_i, score_scale):
     rescale = gl.exp2(m - shift)
     l = gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] * l + row_sums_in_parts(P)  # line 12
     o_i = o_i * gl.convert_layout(rescale, gl.SliceLayout(1, o_i.type.layout))[:, None]
-    return P, m_new, l, o_i
-
-
-@gluon.jit
-def _as_operand(P, dtype: gl.constexpr, D_TILE_SIZE: gl.constexpr):
-    """P in the dtype of V, as the left operand of P V: it stays in registers."""
-    return gl.convert_layout(P.to(dtype), operand_layout(D_TILE_SIZE))
+    return gl.convert_layout(P.to(dtype), operand_layout(o_i.shape[1])), m_new, l, o_i
