@@ -96,6 +96,7 @@ _FORWARD = Kernel(
 _PREPARE = Kernel(
     lambda: backward_kernels.flash_backward_hopper_prepare_kernel,
     (strided, strided, contiguous, contiguous, strided),
+    over_keys=True,  # dO stands where others have keys: a program owns as many queries as a tile has keys
 )
 _BACKWARD, _BACKWARD_WIDE = (
     Kernel(
@@ -124,8 +125,8 @@ def launch_forward(
 
 def prepare(o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward) -> tuple[Float[Tensor, "rows parts"], Queries]:
     """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
-    n_tiles = math.ceil(o.shape[-2] / tile.q_tile_size)
-    parts = o.new_empty(math.prod(o.shape[:-2]) * n_tiles * 2 * tile.q_tile_size, 16)
+    n_rows = math.ceil(o.shape[-2] / tile.k_tile_size) * tile.k_tile_size
+    parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, 16)
     dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
     launch_kernel(_PREPARE, tile, False, (o, dO, L), (parts, dq_sum))
     return parts, dq_sum

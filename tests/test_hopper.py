@@ -134,6 +134,7 @@ def test_parts_add_up(dtype):
     parts, dq_sum = launch_hopper.prepare(o, dO, L, tile)
     weights = torch.zeros(16, dtype=torch.float64, device=device)
     weights[:3] = torch.tensor([1.0] * 3 if dtype == torch.bfloat16 else [2.0**15, 2.0**4, 2.0**-6])
+    assert (parts.view(2, -1, 2, tile.q_tile_size, 16)[:, :, 0, :, 15] >= 1).all(), "what hides keys past the last"
     got_L, got_delta = (parts.double().view(-1, 2, tile.q_tile_size, 16) * weights).sum(-1).transpose(0, 1).flatten(1)
     expected = -L.double() * d**0.5
     finite = expected.isfinite()

@@ -38,7 +38,6 @@ from cs336_systems.kernels.primitives import (
     load_tile,
     per_query,
     store_tile,
-    visible,
 )
 
 PARTS = gl.constexpr(16)  # columns of the split L and delta: what one step of a product takes
@@ -47,38 +46,42 @@ PARTS = gl.constexpr(16)  # columns of the split L and delta: what one step of a
 @triton.jit
 def flash_backward_hopper_prepare_kernel(
     o, dO, L_ptr, parts_ptr, dq_sum, n_heads, n_batch_heads, n_queries, scale,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Line 2, and L and delta in parts, for one query tile of one head; its rows of dq_sum are set to zero.
+    """Line 2, and L and delta in parts, for K_TILE_SIZE queries of one head; their rows of dq_sum are set to zero.
 
     o, dO: (batch, heads, n_queries, D); dq_sum: float32, (batch, heads, n_queries, D_TILE_SIZE). L_ptr: float32,
     contiguous (batch, heads, n_queries), natural logarithm. parts_ptr: (batch · heads, query tiles, 2, Q_TILE_SIZE,
-    PARTS) in the dtype of dO: -L in the units of unscaled scores, and -delta.
+    PARTS) in the dtype of dO: -L in the units of unscaled scores, and -delta; as many query tiles as fill tiles of
+    K_TILE_SIZE.
     """
-    n_tiles = tl.cdiv(n_queries, Q_TILE_SIZE)
+    n_tiles = tl.cdiv(n_queries, K_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, 1)
-    i = tile * Q_TILE_SIZE
-    o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    i = tile * K_TILE_SIZE
+    o_i = load_tile(o, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
-    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, Q_TILE_SIZE, CHECK=True)
+    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, K_TILE_SIZE, CHECK=True)
     # Where there is no query, or none of its scores is above -inf: with L that large its P is 0.
-    rows = i + tl.arange(0, Q_TILE_SIZE)
-    L_i = tl.where((rows < n_queries) & (L_i != float("-inf")), L_i / scale, 1e9)
+    rows = tl.arange(0, K_TILE_SIZE)
+    L_i = tl.where((i + rows < n_queries) & (L_i != float("-inf")), L_i / scale, 1e9)
 
-    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * Q_TILE_SIZE * PARTS
-    offsets = tl.arange(0, Q_TILE_SIZE)[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-    tl.store(parts_ptr + first + offsets, _in_parts(-L_i, dO_i.dtype))
-    tl.store(parts_ptr + first + Q_TILE_SIZE * PARTS + offsets, _in_parts(-delta_i, dO_i.dtype))
-    zeros = tl.zeros([Q_TILE_SIZE, D_TILE_SIZE], tl.float32)
-    store_tile(dq_sum, batch, head, i, n_queries, zeros, D_TILE_SIZE, Q_TILE_SIZE, D_TILE_SIZE)
+    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PARTS
+    row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
+    pointers = parts_ptr + first + row_of_L[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    tl.store(pointers, _in_parts(-L_i, _hiding(dO_i.dtype)[0], dO_i.dtype))
+    tl.store(pointers + Q_TILE_SIZE * PARTS, _in_parts(-delta_i, 0.0, dO_i.dtype))
+    zeros = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
+    store_tile(dq_sum, batch, head, i, n_queries, zeros, D_TILE_SIZE, K_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
-def _in_parts(x, dtype: tl.constexpr):
-    """(rows, PARTS): three numbers of `dtype` whose sum, each times its `_weight`, is x to the last bits of float32."""
+def _in_parts(x, last: tl.constexpr, dtype: tl.constexpr):
+    """(rows, PARTS): three numbers of `dtype` whose sum, each times its `_weight`, is x to the last bits of float32;
+    zeros; and `last`.
+    """
     column = tl.arange(0, PARTS)[None, :]
-    result = tl.zeros([x.shape[0], PARTS], dtype)
+    result = tl.where(column == PARTS - 1, last, tl.zeros([x.shape[0], PARTS], tl.float32)).to(dtype)
     for part in tl.static_range(3):
         weight = _weight(part, dtype)
         rounded = (x / weight).to(dtype)
@@ -93,6 +96,12 @@ def _weight(part, dtype):
     bits but ends at 65504, and below 2^-14 has fewer: weights keep each part where there are all, from 2^-31 to 2^30.
     """
     return 1.0 if dtype == tl.bfloat16 else (2.0**15, 2.0**4, 2.0**-6)[part]
+
+
+@triton.constexpr_function
+def _hiding(dtype):
+    """(part, weight) whose product takes so much from a score that its P is 0, whatever L is."""
+    return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -60000.0)
 
 
 @builtin
@@ -118,7 +127,7 @@ def flash_backward_hopper_kernel(
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(gl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
-    n_query_tiles = gl.cdiv(n_queries, Q_TILE_SIZE)
+    n_query_tiles = gl.cdiv(n_queries, K_TILE_SIZE) * (K_TILE_SIZE // Q_TILE_SIZE)
     first_tile = gl.minimum(j // Q_TILE_SIZE, n_query_tiles) if IS_CAUSAL else 0
     n_steps = n_query_tiles - first_tile
     part_row = ((batch * n_heads + head) * n_query_tiles + first_tile) * 2 * Q_TILE_SIZE
@@ -141,8 +150,9 @@ def flash_backward_hopper_kernel(
     for stage in gl.static_range(dS_STAGES):
         mbarrier.init(dS_filled.index(stage), count=2)
         mbarrier.init(dS_free.index(stage), count=1)
-    weights = gl.allocate_shared_memory(q.dtype, [ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
-    weights.store(constant_weights(q.dtype))
+    weights = gl.allocate_shared_memory(q.dtype, [2, ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
+    weights.index(0).store(constant_weights(j, n_keys, q.dtype))
+    weights.index(1).store(constant_weights(j + ROWS, n_keys, q.dtype))
     fence_async_shared()
 
     gl.warp_specialize(
@@ -150,7 +160,7 @@ def flash_backward_hopper_kernel(
             (_warpgroup, (
                 w, q, k, v, dO, parts, dq_sum, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles,
                 dq_tiles, weights, keys_filled, filled, dS_filled, dS_free, batch, head, j, first_tile, n_steps,
-                part_row, n_keys, scale, D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES, dS_STAGES, dQ_STAGES,
+                part_row, scale, D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES, dS_STAGES, dQ_STAGES,
             ))
             for w in (0, 1, 2)
         ],
@@ -163,7 +173,7 @@ def flash_backward_hopper_kernel(
 def _warpgroup(
     W: gl.constexpr,
     q, k, v, dO, parts, dq_sum, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles,
-    weights, keys_filled, filled, dS_filled, dS_free, batch, head, j, first_tile, n_steps, part_row, n_keys, scale,
+    weights, keys_filled, filled, dS_filled, dS_free, batch, head, j, first_tile, n_steps, part_row, scale,
     D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
     dS_STAGES: gl.constexpr, dQ_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -177,7 +187,7 @@ def _warpgroup(
     else:
         _form_dk_dv(
             W - 1, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, weights, keys_filled, filled,
-            dS_filled, dS_free, batch, head, j, first_tile, n_steps, n_keys, scale,
+            dS_filled, dS_free, batch, head, j, first_tile, n_steps, scale,
             D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES, dS_STAGES,
         )  # fmt: skip
 
@@ -248,7 +258,7 @@ def load_queries(
 @gluon.jit
 def _form_dk_dv(
     W: gl.constexpr, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, weights, keys_filled, filled,
-    dS_filled, dS_free, batch, head, j, first_tile, n_steps, n_keys, scale,
+    dS_filled, dS_free, batch, head, j, first_tile, n_steps, scale,
     D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
     dS_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -259,6 +269,7 @@ def _form_dk_dv(
     zeros = gl.zeros([ROWS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
     dk_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)  # line 8
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
+    weights = weights.index(W)
     mbarrier.wait(keys_filled, 0)
     k_j = k_tiles.index(W).reshape([ROWS, D_TILE_SIZE]).load(operand_layout(Q_TILE_SIZE))
     v_j = v_tiles.index(W).reshape([ROWS, D_TILE_SIZE])
@@ -268,12 +279,17 @@ def _form_dk_dv(
         mbarrier.wait(filled.index(0), 0)
         S_next = _scores(k_j, weights, q_tiles, part_tiles, 0, zeros, D_TILE_SIZE, Q_TILE_SIZE, STAGES)
         S_T = warpgroup_mma_wait(0, deps=[S_next])
-    n_masked = masked_steps(j, n_steps, n_keys, Q_TILE_SIZE, IS_CAUSAL)
-    for step in range(n_steps):  # line 9
+    # line 9: first the queries on the diagonal, then those that see every key of this tile
+    n_masked = gl.minimum(2 * ROWS // Q_TILE_SIZE, n_steps) if IS_CAUSAL else 0
+    for step in range(n_masked):
         S_T, dk_j, dv_j = _step(
-            W, step, n_steps, n_masked, S_T, dk_j, dv_j, k_j, v_j, weights, zeros, keys, q_tiles, dO_tiles, part_tiles,
-            dS_tiles, filled, dS_filled, dS_free, first_tile, n_keys, scale,
-            D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES, dS_STAGES,
+            W, step, n_steps, S_T, dk_j, dv_j, k_j, v_j, weights, zeros, keys, q_tiles, dO_tiles, part_tiles, dS_tiles,
+            filled, dS_filled, dS_free, first_tile, scale, D_TILE_SIZE, Q_TILE_SIZE, STAGES, dS_STAGES, MASKED=True,
+        )  # fmt: skip
+    for step in range(n_masked, n_steps):
+        S_T, dk_j, dv_j = _step(
+            W, step, n_steps, S_T, dk_j, dv_j, k_j, v_j, weights, zeros, keys, q_tiles, dO_tiles, part_tiles, dS_tiles,
+            filled, dS_filled, dS_free, first_tile, scale, D_TILE_SIZE, Q_TILE_SIZE, STAGES, dS_STAGES, MASKED=False,
         )  # fmt: skip
 
     # line 19, through the buffer of V, which nobody reads any more; rows past n_keys are left out
@@ -286,20 +302,11 @@ def _form_dk_dv(
 
 
 @gluon.jit
-def masked_steps(j, n_steps, n_keys, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """How many steps need a mask: the queries on the diagonal, which come first; or all, where the tile of keys reaches
-    past n_keys, for those that come as zeros have to be left out.
-    """
-    on_diagonal = gl.minimum(2 * ROWS // Q_TILE_SIZE, n_steps) if IS_CAUSAL else 0
-    return gl.where(j + 2 * ROWS > n_keys, n_steps, on_diagonal)
-
-
-@gluon.jit
 def _step(
-    W: gl.constexpr, step, n_steps, n_masked, S_T, dk_j, dv_j, k_j, v_j, weights, zeros, keys, q_tiles, dO_tiles,
-    part_tiles, dS_tiles, filled, dS_filled, dS_free, first_tile, n_keys, scale,
-    D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    dS_STAGES: gl.constexpr,
+    W: gl.constexpr, step, n_steps, S_T, dk_j, dv_j, k_j, v_j, weights, zeros, keys, q_tiles, dO_tiles, part_tiles,
+    dS_tiles, filled, dS_filled, dS_free, first_tile, scale,
+    D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, STAGES: gl.constexpr, dS_STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Lines 10 to 17 for one query tile, whose S^T - L has been formed; returns that of the next one."""
     D_LAYOUT: gl.constexpr = operand_layout(D_TILE_SIZE)
@@ -309,9 +316,9 @@ def _step(
     dP_T = warpgroup_mma(v_j, dO_i.permute((1, 0)), zeros, use_acc=False, is_async=True)  # line 14, less delta
     dP_T = warpgroup_mma(weights, part_tiles.index(2 * stage + 1).permute((1, 0)), dP_T, is_async=True)
     P_T = gl.exp2(S_T * (scale * LOG2_E))  # line 12
-    if step < n_masked:
+    if MASKED:
         queries = (first_tile + step) * Q_TILE_SIZE + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_T.type.layout))
-        P_T = gl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
+        P_T = gl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
     dv_next = warpgroup_mma(gl.convert_layout(P_T.to(dO_i.dtype), D_LAYOUT), dO_i, dv_j, is_async=True)  # line 13
     # After the last step its scores are formed once more, for nothing.
     next_step = gl.minimum(step + 1, n_steps - 1)
@@ -343,13 +350,18 @@ def _scores(
 
 
 @gluon.jit
-def constant_weights(dtype: gl.constexpr):
-    """(ROWS, PARTS): in each row what the parts count for, and zeros."""
+def constant_weights(j, n_keys, dtype: gl.constexpr):
+    """(ROWS, PARTS): for each key from j on, what the parts count for, and zeros.
+
+    Keys past n_keys come as zeros. The last part, which is the same for every query, hides them: their P is 0.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    keys = j + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
     weights = gl.zeros([ROWS, PARTS], gl.float32, LAYOUT)
     for part in gl.static_range(3):
         weights = gl.where(column == part, _weight(part, dtype), weights)
+    weights = gl.where((column == PARTS - 1) & (keys >= n_keys)[:, None], _hiding(dtype)[1], weights)
     return weights.to(dtype)
 
 

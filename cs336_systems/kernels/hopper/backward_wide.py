@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.kernels.hopper.backward import PARTS, add_to_global, constant_weights, load_queries, masked_steps
+from cs336_systems.kernels.hopper.backward import PARTS, add_to_global, constant_weights, load_queries
 from cs336_systems.kernels.hopper.primitives import LOG2_E, ROWS, operand_layout, product_layout
-from cs336_systems.kernels.primitives import assigned_tile, visible
+from cs336_systems.kernels.primitives import assigned_tile
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def flash_backward_hopper_wide_kernel(
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(gl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
-    n_query_tiles = gl.cdiv(n_queries, Q_TILE_SIZE)
+    n_query_tiles = gl.cdiv(n_queries, K_TILE_SIZE) * (K_TILE_SIZE // Q_TILE_SIZE)
     first_tile = gl.minimum(j // Q_TILE_SIZE, n_query_tiles) if IS_CAUSAL else 0
     n_steps = n_query_tiles - first_tile
     part_row = ((batch * n_heads + head) * n_query_tiles + first_tile) * 2 * Q_TILE_SIZE
@@ -48,8 +48,9 @@ def flash_backward_hopper_wide_kernel(
     # Two stages: who writes dS of step + 2 has waited for dS of step + 1, which came after the other's dQ of step.
     dS_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, Q_TILE_SIZE], gl.NVMMASharedLayout(128, 16, 2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, Q_TILE_SIZE, D_TILE_SIZE // 2], dq_sum.layout)
-    weights = gl.allocate_shared_memory(q.dtype, [ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
-    weights.store(constant_weights(q.dtype))
+    weights = gl.allocate_shared_memory(q.dtype, [2, ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
+    weights.index(0).store(constant_weights(j, n_keys, q.dtype))
+    weights.index(1).store(constant_weights(j + ROWS, n_keys, q.dtype))
     keys_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -67,7 +68,7 @@ def flash_backward_hopper_wide_kernel(
             (_warpgroup, (
                 w, q, k, v, dO, parts, dq_sum, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles,
                 dq_tiles, weights, keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, part_row,
-                n_keys, scale, D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES,
+                scale, D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES,
             ))
             for w in (0, 1, 2)
         ],
@@ -80,7 +81,7 @@ def flash_backward_hopper_wide_kernel(
 def _warpgroup(
     W: gl.constexpr,
     q, k, v, dO, parts, dq_sum, dk, dv, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles,
-    weights, keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, part_row, n_keys, scale,
+    weights, keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, part_row, scale,
     D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup loads, the others own keys."""
@@ -92,7 +93,7 @@ def _warpgroup(
     else:
         _form_gradients(
             W - 1, dk, dv, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles, weights,
-            keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, n_keys, scale,
+            keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, scale,
             D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES,
         )  # fmt: skip
 
@@ -118,7 +119,7 @@ def _load(
 @gluon.jit
 def _form_gradients(
     W: gl.constexpr, dk, dv, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles, weights,
-    keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, n_keys, scale,
+    keys_filled, filled, free, dS_filled, batch, head, j, first_tile, n_steps, scale,
     D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Lines 8 to 19 for the keys j + W · ROWS, …, of one warpgroup, and its half of dQ's columns."""
@@ -128,12 +129,21 @@ def _form_gradients(
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
     mbarrier.wait(keys_filled, 0)
 
-    n_masked = masked_steps(j, n_steps, n_keys, Q_TILE_SIZE, IS_CAUSAL)
-    for step in range(n_steps):  # line 9
+    weights = weights.index(W)
+    # line 9: first the queries on the diagonal, unless there are none at all, then those that see all of these keys
+    N_MASKED: gl.constexpr = 2 * ROWS // Q_TILE_SIZE if IS_CAUSAL else 0
+    if n_steps > 0:
+        for step in gl.static_range(N_MASKED):
+            dk_j, dv_j = _step(
+                W, step, dk_j, dv_j, keys, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles,
+                weights, filled, free, dS_filled, batch, head, first_tile, scale,
+                D_TILE_SIZE, Q_TILE_SIZE, STAGES, MASKED=True,
+            )  # fmt: skip
+    for step in range(N_MASKED, n_steps):
         dk_j, dv_j = _step(
-            W, step, n_masked, dk_j, dv_j, keys, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles,
-            dq_tiles, weights, filled, free, dS_filled, batch, head, first_tile, n_keys, scale,
-            D_TILE_SIZE, Q_TILE_SIZE, IS_CAUSAL, STAGES,
+            W, step, dk_j, dv_j, keys, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles, dq_tiles,
+            weights, filled, free, dS_filled, batch, head, first_tile, scale,
+            D_TILE_SIZE, Q_TILE_SIZE, STAGES, MASKED=False,
         )  # fmt: skip
 
     # line 19, through the buffer of V, which nobody reads any more; rows past n_keys are left out
@@ -147,9 +157,9 @@ def _form_gradients(
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, step, n_masked, dk_j, dv_j, keys, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles,
-    dS_tiles, dq_tiles, weights, filled, free, dS_filled, batch, head, first_tile, n_keys, scale,
-    D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, step, dk_j, dv_j, keys, dq_sum, q_tiles, k_tiles, v_tiles, dO_tiles, part_tiles, dS_tiles,
+    dq_tiles, weights, filled, free, dS_filled, batch, head, first_tile, scale,
+    D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Lines 10 to 17 for one query tile."""
     S_LAYOUT: gl.constexpr = product_layout(Q_TILE_SIZE)
@@ -167,9 +177,9 @@ def _step(
     dP_T = warpgroup_mma(weights, part_tiles.index(2 * stage + 1).permute((1, 0)), dP_T, is_async=True)
     S_T = warpgroup_mma_wait(2, deps=[S_T])
     P_T = gl.exp2(S_T * (scale * LOG2_E))  # line 12
-    if step < n_masked:
+    if MASKED:
         queries = i + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
-        P_T = gl.where(visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL), P_T, 0.0)
+        P_T = gl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
     P_operand = gl.convert_layout(P_T.to(dO_i.dtype), operand_layout(D_TILE_SIZE))
     dv_next = warpgroup_mma(P_operand, dO_i, dv_j, is_async=True)  # line 13
     dP_T = warpgroup_mma_wait(1, deps=[dP_T])
