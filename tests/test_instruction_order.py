@@ -1,0 +1,54 @@
+"""scripts/instruction_order.py: loops found in assembly, and what Hopper's own kernels compile to."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems import launch
+from cs336_systems.kernels.tiles import KIB
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "instruction_order.py"
+pytestmark = pytest.mark.skipif(not launch.TESTED_TRITON, reason="the kernels are for Triton 3.6")
+
+
+def test_innermost_loops_with_matrix_instructions():
+    texts = [
+        "MOV R1, R2",
+        "MUFU.EX2 R3, R3",  # 0x10: an outer loop begins, and is left out
+        "HGMMA.64x128x16.F32 R4, gdesc[UR4]",  # 0x20: the inner one
+        "@P0 MUFU.EX2 R3, R3",
+        "@!UP1 MUFU.EX2 R3, R3",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "@P0 BRA 0x20",
+        "BRA 0x10",
+        "FADD R1, R1, R1",  # 0x80: a loop without matrix instructions
+        "@P1 BRA 0x80",
+        "BRA 0xf0",
+    ]
+    script = runpy.run_path(str(SCRIPT))
+    loops = script["inner_loops"]([(16 * index, text) for index, text in enumerate(texts)])
+    assert [script["in_order"](loop) for loop in loops] == ["wgmma, exp2 x 2, wait for wgmma"]
+    assert script["kind"]("STL [R1], R2") == "stack" and script["kind"]("IADD3 R1, R2, R3, RZ") == ""
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_kernels_compile_without_spilling(d):
+    """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--d", str(d)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
+    assert done.returncode == 0, done.stderr
+    usage = re.findall(r"(\w+): \d+ registers at the start, (\d+) bytes of stack, (\d+) bytes of shared", done.stdout)
+    assert [name for name, *_ in usage] == ["forward", "backward"]
+    for _, stack, shared in usage:
+        assert int(stack) <= 8 and int(shared) <= 227 * KIB
+    attending = [line for line in done.stdout.splitlines() if line.startswith("    ") and "exp2" in line]
+    assert len(attending) >= 4
+    for order in attending:
+        assert "stack" not in order
+        assert order.index("wgmma") < order.index("exp2"), "products are issued before exponentials are taken"
