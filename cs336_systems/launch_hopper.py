@@ -116,9 +116,9 @@ def launch_forward(
     q: Queries, k: Keys, v: Keys, is_causal: bool, tile: HopperForward | None = None
 ) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
-    q, k, v = map(_copyable, (q, k, v))
     o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     tile = tile or HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
+    q, k, v = map(_copyable, (q, k, v))
     launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
     return o, L
 
@@ -137,11 +137,11 @@ def launch_backward(
     tile: HopperBackward | None = None,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv. The sums of dq are added up in no fixed order."""
+    dq, dk, dv = map(empty_like, (q, k, v))
     q, k, v, dO = map(_copyable, (q, k, v, dO))
     width = padded_head_dim(q.shape[-1])
     tile = tile or HOPPER_OWN[width][1]
     parts, dq_sum = prepare(o, dO, L, tile)
-    dq, dk, dv = map(empty_like, (q, k, v))
     kernel = _BACKWARD_WIDE if width == 128 else _BACKWARD
     launch_kernel(kernel, tile, is_causal, (q, k, v, dO, parts, dq_sum), (dk, dv))
     launch_kernel(_FINISH, tile, is_causal, (dq, dq_sum), ())
