@@ -264,10 +264,10 @@ def launch_kernel(
 
     Args:
         inputs: q and k come first.
-        outputs: new tensors, whose layout follows from that of the inputs.
+        outputs: new tensors, whose dtype and shape follow from those of the inputs.
     """
     function, precision = kernel.function(), _input_precision(inputs[0])
-    key = (kernel, function, tile, is_causal, precision, *map(_layout, inputs))
+    key = (kernel, function, tile, is_causal, precision, *map(_layout, inputs), *(x.stride() for x in outputs))
     # The interpreter keeps the number of the program that it runs in one global variable.
     with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
         prepared = _prepared.get(key)

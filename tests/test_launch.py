@@ -86,6 +86,14 @@ def test_a_second_launch_takes_the_addresses_of_its_own_tensors(kernel, leading,
     assert tuple(after[2:]) == with_outputs_of_the_second(tuple(expected))
 
 
+def test_outputs_of_other_strides_go_through_the_front_end(kernel):
+    """A caller may lay out its outputs as it likes, whatever the inputs' layout."""
+    q, k, v = drawn()
+    for o in (torch.empty_like(q), q.new_empty(2, 3, 16, 40).mT, torch.empty_like(q)):
+        launch.launch_kernel(launch._FORWARD, TILE, True, (q, k, v), (o, q.new_empty(SHAPE[:-1])))
+    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "compiled"]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
