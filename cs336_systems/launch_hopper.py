@@ -6,6 +6,7 @@ of Triton that they were tested with. Until they have run on one, CS336_HOPPER=1
 
 import math
 import os
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from cs336_systems.inputs import Keys, PerQuery, Queries
 from cs336_systems.kernels.tiles import HOPPER_OWN, HopperBackward, HopperForward, padded_head_dim
 from cs336_systems.launch import Kernel, as_4d, contiguous, copyable_strides, empty_like, launch_kernel, strided
 
-ASKED_FOR_BY = "CS336_HOPPER"
+ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
 ROWS = 64  # as in `kernels.hopper.primitives`
 
 if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels use of it is private
@@ -37,22 +38,26 @@ def applies(q: Queries, k: Keys) -> bool:
         q, k: as the launches take them.
     """
     return (
-        launch.TESTED_TRITON
-        and not launch.is_interpreted()
-        and os.environ.get(ASKED_FOR_BY) == "1"
-        and on_a_gpu(q)
-        and launch.gpu_of(q.device).capability == (9, 0)
-        and q.dtype.itemsize == 2
-        and padded_head_dim(q.shape[-1]) in HOPPER_OWN
-        and q.shape[-1] % 8 == 0  # or rows do not begin at multiples of 16 bytes
+        ASKED_FOR
         and q.numel() > 0
         and k.numel() > 0
+        and suits(q.device, q.dtype, q.shape[-1])
         and not launch.tiles_are_changed()
     )
 
 
-def on_a_gpu(x: Tensor) -> bool:
-    return x.is_cuda
+@lru_cache
+def suits(device: torch.device, dtype: torch.dtype, d: int) -> bool:
+    """Whether Hopper's own kernels can run there, and compute in that dtype and head dim."""
+    return (
+        launch.TESTED_TRITON
+        and not launch.is_interpreted()
+        and device.type == "cuda"
+        and launch.gpu_of(device).capability == (9, 0)
+        and dtype.itemsize == 2
+        and padded_head_dim(d) in HOPPER_OWN
+        and d % 8 == 0  # or rows do not begin at multiples of 16 bytes
+    )
 
 
 def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:

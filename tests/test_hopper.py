@@ -21,60 +21,64 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], i
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    monkeypatch.setenv(launch_hopper.ASKED_FOR_BY, "1")
+    monkeypatch.setattr(launch_hopper, "ASKED_FOR", True)
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """As if tensors on the CPU were on a Hopper GPU, where compiled kernels can be launched."""
-    monkeypatch.setattr(launch_hopper.launch, "TESTED_TRITON", True)
+    """As if this machine had a Hopper GPU, where compiled kernels can be launched."""
+    monkeypatch.setattr(launch, "TESTED_TRITON", True)
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    monkeypatch.setattr(launch_hopper, "on_a_gpu", lambda x: True)
-    return monkeypatch
+    launch_hopper.suits.cache_clear()
+    yield monkeypatch
+    launch_hopper.suits.cache_clear()
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])
 @each_dtype
-def test_applies(on_hopper, dtype, d):
-    q = torch.empty(2, 3, 100, d, dtype=dtype)
-    assert launch_hopper.applies(q, q[:, :, :1])
+def test_suits(on_hopper, dtype, d):
+    assert launch_hopper.suits(CUDA, dtype, d)
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "change"),
+    ("device", "dtype", "d"),
     [
-        ((4, 64), (4, 64), {"dtype": torch.float32}),
-        ((4, 60), (4, 60), {}),
-        ((4, 32), (4, 32), {}),
-        ((4, 136), (4, 136), {}),
-        ((0, 64), (4, 64), {}),
-        ((4, 64), (0, 64), {}),
+        ("cpu", torch.bfloat16, 64),
+        ("cuda", torch.float32, 64),
+        ("cuda", torch.bfloat16, 60),
+        ("cuda", torch.bfloat16, 32),
+        ("cuda", torch.bfloat16, 136),
     ],
-    ids=["float32", "rows off 16 bytes", "narrow", "wide", "no queries", "no keys"],
+    ids=["CPU", "float32", "rows off 16 bytes", "narrow", "wide"],
 )
-def test_does_not_apply_to_other_tensors(on_hopper, q, k, change):
-    dtype = change.get("dtype", torch.bfloat16)
-    assert not launch_hopper.applies(torch.empty(q, dtype=dtype), torch.empty(k, dtype=dtype))
+def test_does_not_suit(on_hopper, device, dtype, d):
+    assert not launch_hopper.suits(torch.device(device), dtype, d)
 
 
-@pytest.mark.parametrize("reason", ["nobody asked", "Ada", "Blackwell", "interpreter", "other Triton", "tiles changed"])
-def test_does_not_apply_elsewhere(on_hopper, reason):
-    q = torch.empty(4, 64, dtype=torch.bfloat16)
-    assert launch_hopper.applies(q, q)
-    if reason == "tiles changed":
-        with launch.tiles_changed_by(lambda tiles: tiles):
-            assert not launch_hopper.applies(q, q)
-        return
-    if reason == "nobody asked":
-        on_hopper.delenv(launch_hopper.ASKED_FOR_BY)
-    elif reason == "interpreter":
+@pytest.mark.parametrize("reason", ["Ada", "Blackwell", "interpreter", "other Triton"])
+def test_does_not_suit_elsewhere(on_hopper, reason):
+    if reason == "interpreter":
         on_hopper.setattr(launch, "is_interpreted", lambda: True)
     elif reason == "other Triton":
         on_hopper.setattr(launch, "TESTED_TRITON", False)
     else:
         capability = {"Ada": (8, 9), "Blackwell": (10, 0)}[reason]
         on_hopper.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 227 * KIB))
+    assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
+
+
+def test_applies(monkeypatch):
+    monkeypatch.setattr(launch_hopper, "suits", lambda *_: True)
+    q, none = torch.empty(4, 64), torch.empty(0, 64)
+    assert launch_hopper.applies(q, q)
+    assert not launch_hopper.applies(none, q) and not launch_hopper.applies(q, none)
+    with launch.tiles_changed_by(lambda tiles: tiles):
+        assert not launch_hopper.applies(q, q), "these are for the portable kernels"
+    monkeypatch.setattr(launch_hopper, "suits", lambda *_: False)
+    assert not launch_hopper.applies(q, q)
+    monkeypatch.setattr(launch_hopper, "ASKED_FOR", False)
+    monkeypatch.setattr(launch_hopper, "suits", lambda *_: True)
     assert not launch_hopper.applies(q, q)
 
 
