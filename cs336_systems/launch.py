@@ -139,9 +139,14 @@ def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
     than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
     """
+    as_it_is = x.stride(-1) == 1 and (x.ndim <= 4 or _merges(x))
+    return (x if as_it_is else x.contiguous()).resolve_neg()
+
+
+def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
+    """Whether all dimensions before the last three are as good as one, with a stride of its own."""
     leading = [(size, step) for size, step in zip(x.shape[:-3], x.stride(), strict=False) if size != 1]
-    merges = all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
-    return (x if x.stride(-1) == 1 and merges else x.contiguous()).resolve_neg()
+    return all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
 
 
 def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
