@@ -3,7 +3,8 @@
     uv run scripts/compiled_kernels.py                                   all classes of GPU, head dims, dtypes
     uv run scripts/compiled_kernels.py --gpus hopper --head-dims 64 --dtypes bfloat16 --markdown runs/compiled.md
 
-Kernels are compiled for contiguous tensors whose lengths are multiples of 16, causal, by Triton's own ptxas.
+Kernels are compiled, causal and not, by Triton's own ptxas, for contiguous tensors whose lengths are multiples of 16.
+The table of all is in `runs/h200/compiled_kernels.md`.
 """
 
 import os
@@ -26,17 +27,9 @@ from cs336_systems.bench.entry import run_script
 from cs336_systems.bench.report import Table
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
-from cs336_systems.kernels.tiles import KERNELS, KIB, Gpu, Tile, padded_head_dim, pick_tiles
-from cs336_systems.tile_search import tile_text
+from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, Gpu, GpuClass, Tile, padded_head_dim, shipped_tiles
+from cs336_systems.tile_search import TILE_METHOD, tile_text
 
-GPUS = {
-    "turing": Gpu("Turing", (7, 5), 64 * KIB),
-    "ampere": Gpu("Ampere, consumer", (8, 6), 99 * KIB),
-    "a100": Gpu("A100", (8, 0), 163 * KIB),
-    "ada": Gpu("Ada", (8, 9), 99 * KIB),
-    "hopper": Gpu("Hopper", (9, 0), 227 * KIB),
-    "blackwell": Gpu("Blackwell, data centre", (10, 0), 227 * KIB),
-}
 FUNCTIONS = {
     "forward": forward.flash_forward_kernel,
     "dk_dv": backward.flash_backward_dk_dv_kernel,
@@ -50,19 +43,14 @@ ALIGNED = [["tt.divisibility", 16]]
 class Config:
     """The command line."""
 
-    gpus: tuple[Literal["turing", "ampere", "a100", "ada", "hopper", "blackwell"], ...] = (
-        "turing",
-        "ampere",
-        "a100",
-        "ada",
-        "hopper",
-        "blackwell",
-    )
+    gpus: tuple[GpuClass, ...] = tuple(GPUS)
     """Classes of GPU."""
     head_dims: tuple[int, ...] = (16, 32, 64, 128, 256)
     """Head dims."""
     dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16", "float32")
     """Types of q, k, v and o; where bfloat16 is not to be had, float16 takes its place."""
+    masks: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+    """Whether a query sees the keys up to its own index, or all."""
     markdown: Path | None = None
     """Also write the table here."""
     jobs: int = os.cpu_count() or 1
@@ -78,6 +66,7 @@ class Entry:
     d: int
     dtype: str
     tile: Tile
+    is_causal: bool
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ def source(entry: Entry) -> ASTSource:
         "D_TILE_SIZE": width,
         "Q_TILE_SIZE": tile.q_tile_size,
         "K_TILE_SIZE": tile.k_tile_size,
-        "IS_CAUSAL": True,
+        "IS_CAUSAL": entry.is_causal,
         "BASE_2": dtype.itemsize == 2,
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
         "HEAD_GROUP": tile.head_group,
@@ -148,17 +137,20 @@ def compiled(entry: Entry) -> Compiled | str:
 
 
 def entries(config: Config) -> list[Entry]:
-    """What the tables choose; head dims that a GPU has no room for are left out."""
+    """What the shipped tables choose; head dims that a GPU has no room for are left out."""
     found = []
-    for name, d, dtype in product(config.gpus, config.head_dims, config.dtypes):
+    for name, dtype, d in product(config.gpus, config.dtypes, config.head_dims):
         gpu = GPUS[name]
         if dtype == "bfloat16" and gpu.capability < (8, 0):
             dtype = "float16"
         try:
-            tiles = pick_tiles(gpu, d, DTYPES[dtype][1])
+            tiles = shipped_tiles(gpu, d, DTYPES[dtype][1])
         except ValueError:
             continue
-        found += [Entry(gpu, kernel.name, d, dtype, getattr(tiles, kernel.name)) for kernel in KERNELS]
+        found += [
+            Entry(gpu, kernel.name, d, dtype, getattr(tiles, kernel.name), mask == "causal")
+            for kernel, mask in product(KERNELS, config.masks)
+        ]
     return found
 
 
@@ -169,7 +161,8 @@ def main(config: Config) -> None:
     lines = []
     for entry, result in zip(chosen, results, strict=True):
         major, minor = entry.gpu.capability
-        line = [entry.gpu.name, f"sm_{major}{minor}", entry.dtype, str(entry.d), entry.kernel, tile_text(entry.tile)]
+        kernel = [entry.kernel, "causal" if entry.is_causal else "full", tile_text(entry.tile)]
+        line = [entry.gpu.name, f"sm_{major}{minor}", entry.dtype, str(entry.d), *kernel]
         if isinstance(result, str):
             lines.append([*line, result, "-", "-"])
         else:
@@ -177,10 +170,12 @@ def main(config: Config) -> None:
     spilling = sum(isinstance(result, Compiled) and result.stack > 0 for result in results)
     notes = [
         f"{spilling} of {len(results)} spill: bytes of stack a thread are what does not fit into its registers.",
-        f"Compiled by Triton {triton.__version__}; nothing was run.",
+        TILE_METHOD,
+        f"Compiled by Triton {triton.__version__} with its own ptxas, for contiguous tensors whose lengths are "
+        "multiples of 16; nothing was run. Another version's figures differ, and so do those of other layouts.",
     ]
-    headers = ["GPU", "target", "dtype", "d", "kernel", "tile", "registers", "stack bytes", "shared KiB"]
-    table = Table("What the tiles of the tables take", headers, lines, notes)
+    headers = ["GPU", "target", "dtype", "d", "kernel", "mask", "tile", "registers", "stack bytes", "shared KiB"]
+    table = Table("What Triton makes of every shipped tile", headers, lines, notes)
     table.print(console)
     if config.markdown is not None:
         config.markdown.parent.mkdir(parents=True, exist_ok=True)

@@ -9,20 +9,11 @@ import torch
 from cs336_systems import launch
 from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels import tiles
-from cs336_systems.kernels.tiles import AMPERE, HOPPER, KIB, TURING, Gpu, Tile, Tiles, pick_tiles
+from cs336_systems.kernels.tiles import GPUS, KIB, TABLES, Gpu, Tile, Tiles, pick_tiles
 
 from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
 from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, run_attention
 
-GPUS = {
-    "turing": Gpu("Turing", (7, 5), 64 * KIB),
-    "a100": Gpu("A100", (8, 0), 163 * KIB),
-    "rtx3060": Gpu("RTX 3060", (8, 6), 99 * KIB),
-    "rtx4090": Gpu("RTX 4090", (8, 9), 99 * KIB),
-    "h100": Gpu("H100", (9, 0), 227 * KIB),
-    "b200": Gpu("B200", (10, 0), 227 * KIB),
-    "rtx5090": Gpu("RTX 5090", (12, 0), 99 * KIB),
-}
 every_gpu = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 
 
@@ -100,7 +91,7 @@ def distinct(kernel: str) -> list[tuple[int, int, Tile]]:
                 with contextlib.suppress(ValueError):  # too little shared memory; test_every_choice_fits knows where
                     chosen.add((size, d, getattr(pick_tiles(gpu, d, dtype), kernel)))
         return sorted(chosen, key=repr)
-    entries = [getattr(entry, kernel) for table in (HOPPER, AMPERE, TURING) for entry in table.values()]
+    entries = [getattr(entry, kernel) for table in TABLES for entry in table.values()]
     sizes = sorted({(tile.q_tile_size, tile.k_tile_size) for tile in entries})
     return [(4, 16, Tile(*pair, 1, 1, by_descriptor=fetched)) for pair in sizes for fetched in (False, True)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -43,6 +43,20 @@ class Gpu:
                 f"{self.name} (compute capability {self.capability}) has no {dtype}; allowed there: torch.float16, "
                 "torch.float32"
             )
+
+
+GpuClass = Literal["turing", "ampere", "a100", "ada", "hopper", "blackwell", "blackwell-consumer"]
+
+# What the tables are for, one GPU of each class.
+GPUS: dict[GpuClass, Gpu] = {
+    "turing": Gpu("Turing", (7, 5), 64 * KIB),
+    "ampere": Gpu("Ampere, consumer", (8, 6), 99 * KIB),
+    "a100": Gpu("A100", (8, 0), 163 * KIB),
+    "ada": Gpu("Ada", (8, 9), 99 * KIB),
+    "hopper": Gpu("Hopper", (9, 0), 227 * KIB),
+    "blackwell": Gpu("Blackwell, data centre", (10, 0), 227 * KIB),
+    "blackwell-consumer": Gpu("Blackwell, consumer", (12, 0), 99 * KIB),
+}
 
 
 class Launchable(Protocol):
@@ -173,9 +187,16 @@ INTERPRETER = Tiles(
 
 # The tables: (bytes per element, padded head dim) -> tiles. Mostly small tiles win: several programs on one
 # multiprocessor hide one another's softmax and loads better than one large tile does.
+#
+# Compiled by Triton 3.6.0, causal or not, an entry spills nothing unless a comment says so. All are in
+# runs/h200/compiled_kernels.md. Where products go through mma (Ampere, float32 on most) warps split an accumulator by
+# rows, 16 each, and do the same work twice where there are fewer rows; a tile of fewer rows than columns is split by
+# columns, and P and dS pass through shared memory. A limit of 248 registers lets no further program in: ptxas chooses
+# differently and saves the last few bytes.
 
-# Timed on an H200: 16-bit widths 64 and 128 (ranked in runs/h200/kernel_log.md), 32 and 256; float32 from 64 on, when
-# its products were three TF32 ones. Width 16 follows 32, float32 at 16 and 32 follow 64.
+# Timed on an H200: 16-bit widths 64 and 128 (ranked in runs/h200/kernel_log.md), 32, and 256 but for dk_dv; of float32,
+# when its products were three TF32 ones, dq at 64, dk_dv and dq at 128, forward and dk_dv at 256. The others were
+# compiled, not timed: width 16 follows 32, float32 at 16 and 32 follow what was timed at 64.
 HOPPER = {
     **dict.fromkeys(
         [(2, 16), (2, 32)],
@@ -185,23 +206,31 @@ HOPPER = {
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
     ),
+    # dk_dv, causal, spills 40 bytes, and was the fastest all the same.
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
         dq=Tile(128, 64, 8, 3, by_descriptor=True, max_registers=128),
     ),
+    # dk_dv, causal, spills 24 bytes, as above.
     (2, 128): Tiles(
         forward=Tile(128, 64, 8, 2, head_group=8, by_descriptor=True, max_registers=128),
         dk_dv=Tile(64, 128, 8, 3, head_group=8, by_descriptor=True),
         dq=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
     ),
-    (2, 256): Tiles(forward=Tile(128, 64, 8, 2, by_descriptor=True), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 64, 4, 2)),
+    (2, 256): Tiles(forward=Tile(128, 64, 8, 2, by_descriptor=True), dk_dv=Tile(64, 32, 8, 2), dq=Tile(32, 64, 4, 2)),
     **dict.fromkeys(
-        [(4, 16), (4, 32), (4, 64)],
+        [(4, 16), (4, 32)],
         Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
     ),
-    (4, 128): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
-    (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 2)),
+    # dk_dv spills 8 bytes where not causal, outside its main loop; 16 x 32 spills none, but takes a quarter more
+    # instructions.
+    (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 32, 4, 3), dq=Tile(64, 32, 4, 2)),
+    # dk_dv spills 424 to 472 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 and takes twice the instructions in
+    # dk_dv; 16 x 32 (1 stage) spills 0 to 16 and takes half as many again in dq.
+    (4, 128): Tiles(forward=Tile(64, 16, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
+    # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 552 to 600, dq 248 to 256.
+    (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
 # Hopper's own kernels, by padded head dim: (forward, backward), from a prototype's measurements.
@@ -216,46 +245,85 @@ HOPPER_OWN = {
     ),
 }
 
-# Compiled, not timed.
+# Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
+# for width 64 it leaves 4 registers and no loop. Compiled, not timed. Hopper's 16-bit forward for width 128 spills 8 to
+# 16 bytes; float32 at 256 spills 360 (forward), 520 to 560 (dk_dv) and 224 (dq).
+BLACKWELL = {
+    **HOPPER,
+    (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),
+    (4, 16): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
+    (4, 32): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
+    (4, 64): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
+    # dk_dv spills 8 to 16 bytes, dq 8 to 32.
+    (4, 128): Tiles(
+        forward=Tile(32, 32, 4, 1, max_registers=248),
+        dk_dv=Tile(16, 16, 4, 3, max_registers=248),
+        dq=Tile(16, 32, 4, 1, max_registers=248),
+    ),
+}
+
+# Consumer Ampere, Ada and Blackwell. Compiled, not timed.
 AMPERE = {
-    **dict.fromkeys(
-        [(2, 16), (2, 32), (2, 64)],
-        Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
+    (2, 16): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    (2, 32): Tiles(forward=Tile(64, 64, 4, 2, max_registers=168), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    (2, 64): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
+    (2, 128): Tiles(forward=Tile(128, 32, 8, 2), dk_dv=Tile(16, 128, 8, 2), dq=Tile(128, 32, 8, 2)),
+    (2, 256): Tiles(forward=Tile(64, 64, 8, 1), dk_dv=Tile(32, 32, 8, 2), dq=Tile(32, 64, 8, 1)),
+    (4, 16): Tiles(forward=Tile(64, 32, 4, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
+    (4, 32): Tiles(forward=Tile(64, 32, 4, 2), dk_dv=Tile(16, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
+    (4, 64): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(16, 32, 4, 3), dq=Tile(32, 32, 4, 2)),
+    # dk_dv spills up to 8 bytes (Blackwell 32), dq up to 16 (Blackwell 32); forward on Blackwell 16 where not causal.
+    (4, 128): Tiles(
+        forward=Tile(32, 32, 4, 1, max_registers=248),
+        dk_dv=Tile(16, 16, 4, 2),
+        dq=Tile(16, 32, 4, 1, max_registers=248),
     ),
-    (2, 128): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
-    (2, 256): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
-    **dict.fromkeys(
-        [(4, 16), (4, 32), (4, 64)],
-        Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(32, 16, 4, 2), dq=Tile(32, 32, 4, 2)),
-    ),
-    (4, 128): Tiles(forward=Tile(32, 16, 4, 2), dk_dv=Tile(16, 16, 4, 2), dq=Tile(16, 16, 4, 2)),
-    (4, 256): Tiles(forward=Tile(16, 16, 4, 2), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
+    # Forward spills 96 to 216 bytes (Blackwell 80 to 248), dk_dv 480 to 504 (632 to 640), dq 248 to 256 (272 to 280).
+    (4, 256): Tiles(forward=Tile(16, 16, 4, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
+}
+
+# Consumer Ampere's, with larger tiles and deeper pipelines where there is more shared memory. Compiled, not timed.
+# float32 at 128 spills 8 to 32 bytes (dk_dv) and 16 to 24 (dq), at 256 152 to 264, 480 to 488 and 280 to 296.
+A100 = {
+    **AMPERE,
+    (2, 32): Tiles(forward=Tile(128, 64, 8, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(128, 64, 8, 2, max_registers=128)),
+    (2, 64): Tiles(forward=Tile(128, 64, 4, 3), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=128)),
+    (2, 128): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(64, 64, 8, 2), dq=Tile(128, 32, 8, 2)),
+    (2, 256): Tiles(forward=Tile(64, 64, 8, 2), dk_dv=Tile(64, 32, 8, 2, max_registers=248), dq=Tile(32, 64, 8, 2)),
+    (4, 64): replace(AMPERE[4, 64], forward=Tile(64, 32, 4, 2)),
 }
 
 # Compiled, not timed.
 TURING = {
-    **dict.fromkeys(
-        [(2, 16), (2, 32), (2, 64)],
-        Tiles(forward=Tile(32, 32, 4, 1), dk_dv=Tile(32, 32, 8, 1), dq=Tile(32, 32, 8, 1)),
+    (2, 16): Tiles(
+        forward=Tile(128, 16, 4, 1, max_registers=128),
+        dk_dv=Tile(32, 64, 4, 1),
+        dq=Tile(64, 32, 4, 1, max_registers=168),
     ),
-    (2, 128): Tiles(forward=Tile(32, 16, 4, 1), dk_dv=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1)),
+    (2, 32): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(16, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
+    (2, 64): Tiles(forward=Tile(64, 16, 8, 1), dk_dv=Tile(16, 32, 8, 1), dq=Tile(32, 16, 4, 1)),
+    (2, 128): Tiles(forward=Tile(32, 16, 4, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
+    # Of the smallest tiles dk_dv spills 936 to 944 bytes, dq 328 to 336.
     (2, 256): Tiles(forward=Tile(16, 16, 8, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
-    **dict.fromkeys(
-        [(4, 16), (4, 32), (4, 64)],
-        Tiles(forward=Tile(32, 32, 4, 1), dk_dv=Tile(16, 32, 4, 1), dq=Tile(32, 16, 4, 1)),
-    ),
+    (4, 16): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(32, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
+    (4, 32): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(16, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
+    (4, 64): Tiles(forward=Tile(64, 16, 8, 1), dk_dv=Tile(16, 32, 4, 1), dq=Tile(32, 16, 4, 1)),
     # At 256 float32 needs more shared memory than Turing has: `fitted` says so.
     **dict.fromkeys(
         [(4, 128), (4, 256)],
-        Tiles(forward=Tile(16, 16, 4, 1), dk_dv=Tile(16, 16, 4, 1), dq=Tile(16, 16, 4, 1)),
+        Tiles(forward=Tile(16, 16, 4, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
     ),
 }
 
+TABLES = (HOPPER, BLACKWELL, A100, AMPERE, TURING)
+
 
 def table_for(gpu: Gpu) -> dict[tuple[int, int], Tiles]:
-    """Hopper's table where there is as much shared memory (Hopper, data-centre Blackwell), else by generation."""
+    """By generation; the tables of data-centre GPUs only where there is as much shared memory as they have."""
     if gpu.capability >= (9, 0) and gpu.shared_memory >= 227 * KIB:
-        return HOPPER
+        return BLACKWELL if gpu.capability >= (10, 0) else HOPPER
+    if gpu.capability >= (8, 0) and gpu.shared_memory >= 163 * KIB:
+        return A100
     return AMPERE if gpu.capability >= (8, 0) else TURING
 
 
@@ -278,7 +346,8 @@ KERNELS = (
 def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """An upper bound, in bytes, on the shared memory of a kernel, where that is more than some 10 KiB.
 
-    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4.
+    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4, with two exceptions, which fit
+    all the same: widths 16 and 32 take up to 5 KiB more, tiles by descriptor up to a quarter on data-centre Blackwell.
 
     Args:
         width: elements of a padded row.
