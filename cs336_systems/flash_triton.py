@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_systems import launch, launch_hopper
@@ -40,22 +41,13 @@ def _launch_backward(
     return launch.launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
 
 
-@torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
-    return _launch_forward(q, k, v, is_causal, hopper)
+_forward_op = torch.library.custom_op("cs336_systems::flash_forward", _launch_forward, mutates_args=())
+_backward_op = torch.library.custom_op("cs336_systems::flash_backward", _launch_backward, mutates_args=())
 
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal, hopper):
     return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())
-def _backward_op(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
-    wants_dk_dv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _launch_backward(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv)
 
 
 @_backward_op.register_fake
@@ -64,17 +56,16 @@ def _(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     return (dq, empty_like(k), empty_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
 
-def _op_or_launch(op: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
-    """`launch`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
-    are fake, meta, traced or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short
-    call.
+def _op_or_launch(op: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """`eager`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
+    are fake, meta or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
     """
 
-    def call(x: Tensor, *rest: Any) -> Any:
-        plain = (type(x) is Tensor or type(x) is torch.nn.Parameter) and not x.is_meta
-        if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-            return op(x, *rest)
-        return launch(x, *rest)
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return op(*arguments)
+        plain = all(type(x) in (Tensor, Parameter, bool) for x in arguments) and not arguments[0].is_meta
+        return (eager if plain else op)(*arguments)
 
     return call
 
@@ -88,18 +79,24 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
-    No kernel uses atomics: results are bit-equal from run to run. A second derivative raises.
+    A second derivative raises.
+
+    With hopper=True, on a GPU of compute capability 9.0, the kernels of `launch_hopper` are used where they apply. They
+    add up dq in no fixed order: its last bits differ from run to run, except where PyTorch was asked for deterministic
+    algorithms. All other results are bit-equal, and those of the portable kernels altogether, for they use no atomics.
 
     Gradients lose accuracy as L grows, by the rounding of a float32: scores of 1e4 cost 1e-3 of P. For 16-bit inputs
     scores end at 1e9, beyond which o may be NaN.
 
     Raises:
-        TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `tiles_for` say.
+        TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `launch.tiles_for` say; hopper is no bool.
         RuntimeError: Triton is not installed.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, hopper=True):
+        if not isinstance(hopper, bool):
+            raise TypeError(f"hopper must be True or False, got {hopper!r}")
         q, k, v = map(readable, attention_inputs(q, k, v, is_causal, DTYPES))
         o, L = _forward(q, k, v, is_causal, hopper)
         ctx.save_for_backward(q, k, v, o, L)
@@ -111,7 +108,9 @@ class FlashAttention2Triton(torch.autograd.Function):
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
-        L = L.contiguous()  # a hook on saved tensors may have changed its strides
+        # A hook on saved tensors may have given them other strides.
+        q, k, v, o, dO = map(readable, (q, k, v, o, dO))
+        L = L.resolve_neg().contiguous()
         rest = ctx.is_causal, ctx.hopper, needs_dq, needs_dk or needs_dv
-        dq, dk, dv = _backward(q, k, v, o, readable(dO), L, *rest)
+        dq, dk, dv = _backward(q, k, v, o, dO, L, *rest)
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None, None

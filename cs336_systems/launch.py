@@ -207,7 +207,8 @@ def _input_precision(x: Tensor) -> str:
     """
     if x.dtype != torch.float32 or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
         return "ieee"
-    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # Not torch.get_float32_matmul_precision(), which raises where the precision was set by the newer names.
+    return "bf16x6" if torch.backends.cuda.matmul.fp32_precision in ("none", "ieee") else "tf32"
 
 
 class _Described(NamedTuple):
@@ -367,12 +368,14 @@ def launch_dq(
     q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
     wants_dq: bool = True, tile: Tile | None = None,
 ) -> tuple[Queries, PerQuery, PerQuery]:  # fmt: skip
-    """Algorithm 2 with its loops exchanged: dq, line 16, which is left unwritten if nobody wants it; L in the base of
-    the kernels' exponentials; and line 2, delta in float32.
+    """Algorithm 2 with its loops exchanged: dq, line 16, empty if nobody wants it; L in the base of the kernels'
+    exponentials; and line 2, delta in float32.
     """
-    dq, L_base, delta = empty_like(q), torch.empty_like(L), torch.empty_like(L)
-    kernel = _DQ if wants_dq else _DELTA
-    launch_kernel(kernel, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), (dq, L_base, delta))
+    dq = empty_like(q) if wants_dq else q.new_empty(0)
+    L_base, delta = torch.empty_like(L), torch.empty_like(L)
+    # The kernel that leaves dq out takes a tensor in its place all the same.
+    outputs = (dq if wants_dq else q, L_base, delta)
+    launch_kernel(_DQ if wants_dq else _DELTA, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), outputs)
     return dq, L_base, delta
 
 
@@ -393,4 +396,4 @@ def launch_backward(
     """Algorithm 2: dq, dk and dv; an empty tensor in place of each that nobody wants."""
     dq, L_base, delta = launch_dq(q, k, v, o, dO, L, is_causal, wants_dq)
     dk, dv = launch_dk_dv(q, k, v, dO, L_base, delta, is_causal) if wants_dk_dv else (k.new_empty(0), v.new_empty(0))
-    return dq if wants_dq else q.new_empty(0), dk, dv
+    return dq, dk, dv

@@ -62,7 +62,7 @@ def suits(device: torch.device, dtype: torch.dtype, d: int) -> bool:
 
 def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     """x, copied where the copy engine cannot read it."""
-    return x if copyable_strides(x) else x.contiguous()
+    return x if copyable_strides(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorDescriptor":

@@ -144,8 +144,13 @@ def inner_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
     loops = []
     for index, (address, text) in enumerate(instructions):
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) <= address and "wgmma" in kinds[at[int(target[1], 16)] : index + 1]:
-            loops.append((at[int(target[1], 16)], index + 1))
+        if target is None or int(target[1], 16) > address:
+            continue
+        begin, end = at[int(target[1], 16)], index + 1
+        # Waits are retried behind the end of the program, and jump back from there: no loop.
+        ends = any(re.search(r"\bEXIT\b", text) for _, text in instructions[begin:end])
+        if "wgmma" in kinds[begin:end] and not ends:
+            loops.append((begin, end))
     disjoint: list[tuple[int, int]] = []
     for begin, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         if all(end <= a or b <= begin for a, b in disjoint):

@@ -467,6 +467,8 @@ def test_ranking_and_the_mark():
     assert {"how", "broken, error: CompilationError: no"} <= set(table.notes)
     assert any("NVIDIA H200, driver 570.1" in note for note in table.notes)
     assert ranking(rows, "title", {"fast": "shipped"}, []).lines[0][-1] == "shipped, the best"
+    unsteady = ranking([replace(rows[0], p80_ms=4.0)], "title", {}, [])
+    assert unsteady.lines[0][2] == "~3.000" and any("~ marks" in note for note in unsteady.notes)
 
     short = ranking(rows, "title", {"slow": "shipped"}, [], shown=1)
     assert [line[1] for line in short.lines] == ["fast", "slow", "broken"], "the marked and the broken are always there"

@@ -79,7 +79,7 @@ def test_notes_state_method_constants_spread_and_environment():
         "- FLOPs: forward 4·B·H·n²·d",
         "dtype float32, causal yes, batch 8, heads 1",
         "50.0 % for the worst, above 5 % for 1 of 2 rows",
-        "Mostly the host decides there",
+        "that is mostly the host",
         "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123",
         "float32 matmul precision highest (no TF32)",
         "commit def456 with local changes, float32 matmul precision high (TF32 allowed)",

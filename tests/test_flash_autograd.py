@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems import launch
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_pytorch import FlashAttention2Pytorch, flash_backward, flash_forward
+from cs336_systems.flash_triton import _op_or_launch
 
-from .layouts import batch_last
+from .layouts import batch_last, negative_view
 from .machine import (
     DEVICE,
     INTERPRETED,
@@ -111,6 +112,19 @@ def test_whoever_looks_on_sees_opaque_ops():
         fake = Inputs(*(mode.from_tensor(x) for x in inputs))
         result = run_attention(flash_function("triton"), fake, True)
     assert result.dk is not None and result.dk.shape == inputs.k.shape and isinstance(result.o, FakeTensor)
+
+
+def test_any_tensor_that_is_not_plain_is_looked_on_by_somebody():
+    """Not only q: a launch would ask a subclass, a fake or a meta tensor for an address that it has not."""
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    call = _op_or_launch(lambda *_: "op", lambda *_: "launch")
+    plain, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    assert call(plain, parameter, True) == "launch"
+    assert call(plain, plain.as_subclass(Wrapped), True) == "op"
+    assert call(torch.zeros(2, device="meta"), True) == "op"
 
 
 @both_flash
@@ -446,16 +460,19 @@ def test_checkpointing(attention):
         torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=0, atol=0)
 
 
-def test_saved_tensors_that_come_back_with_other_strides(attention):
+def first_last(x):
+    """The first dimension last in memory."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+@pytest.mark.parametrize("unpacked", [first_last, negative_view])
+@pytest.mark.parametrize("leading", [(2, 3), (2, 2, 3)], ids=str)
+def test_saved_tensors_that_come_back_in_another_layout(attention, leading, unpacked):
     """A hook on saved tensors may pack them as it likes: what it unpacks has the same values, in any layout."""
-
-    def transposed(x):
-        return x.movedim(0, -1).contiguous().movedim(-1, 0)
-
-    inputs = Case((2, 3), 20, 20, 16).draw(torch.float32, DEVICE)
+    inputs = Case(leading, 20, 20, 16).draw(torch.float32, DEVICE)
     expected = run_attention(attention, inputs, True)
     leaves_ = [x.detach().requires_grad_() for x in inputs[:3]]
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, transposed):
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpacked):
         o = attention(*leaves_, True)
         gradients = torch.autograd.grad(o, leaves_, inputs.dO)
     for gradient, name in zip(gradients, ("dq", "dk", "dv"), strict=True):

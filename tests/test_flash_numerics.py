@@ -4,6 +4,8 @@ Shapes that agree with the other implementations are in test_agreement.py.
 """
 
 import math
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -234,6 +236,22 @@ def test_how_float32_is_multiplied(capability, dtype, precision, expected, monke
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
     with float32_precision(precision):
         assert launch._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
+
+
+@needs_triton
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "tf32"), ("ieee", "bf16x6")])
+def test_float32_precision_by_its_newer_name(precision, expected):
+    """Set so, torch.get_float32_matmul_precision() raises from then on: in a process of its own."""
+    code = (
+        "import torch\n"
+        "from cs336_systems import launch\n"
+        "from cs336_systems.kernels.tiles import Gpu\n"
+        "launch.is_interpreted, launch.gpu_of = lambda: False, lambda device: Gpu('mocked', (9, 0), 232448)\n"
+        f"torch.backends.cuda.matmul.fp32_precision = {precision!r}\n"
+        "print(launch._input_precision(torch.empty(2, 16)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == expected, done.stderr
 
 
 @both_causal

@@ -123,6 +123,13 @@ def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
     assert used == own and len(gradients) == len(wanted)
 
 
+def hiding(dtype):
+    """What `_hiding` of the kernels says, for a dtype of PyTorch."""
+    from cs336_systems.kernels.hopper.backward import _hiding, tl
+
+    return _hiding(tl.float16 if dtype == torch.float16 else tl.bfloat16)
+
+
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if NATIVE else [])])
 def test_parts_add_up(dtype):
@@ -134,6 +141,7 @@ def test_parts_add_up(dtype):
     tile = HOPPER_OWN[64][1]
     L = torch.linspace(-12, 12, n, device=device).exp() * torch.tensor([1.0, -1.0], device=device).repeat(n // 2)
     L[3] = -math.inf
+    L[4:6] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
     o, dO = torch.randn(2, n, d, device=device).to(dtype)
     parts, dq_sum = launch_hopper.prepare(o, dO, L, tile)
     weights = torch.zeros(16, dtype=torch.float64, device=device)
@@ -141,12 +149,38 @@ def test_parts_add_up(dtype):
     assert (parts.view(2, -1, 2, tile.q_tile_size, 16)[:, :, 0, :, 15] >= 1).all(), "what hides keys past the last"
     got_L, got_delta = (parts.double().view(-1, 2, tile.q_tile_size, 16) * weights).sum(-1).transpose(0, 1).flatten(1)
     expected = -L.double() * d**0.5
-    finite = expected.isfinite()
+    finite = expected.abs() < 1e9
     assert ((got_L[:n] - expected)[finite].abs() <= 2.0**-23 * expected[finite].abs() + 2.0**-30).all()
     assert (got_L[n:] < -9e8).all() and got_L[3] < -9e8, "where nothing is seen P is 0"
+    assert got_L[4] < -1e9 and got_L[5] > 1e9 and got_L.isfinite().all()
+    part, weight = hiding(dtype)
+    assert ((got_L + part * weight) < -1e8).all(), "keys past the last are hidden from every query"
     delta = -(o.double() * dO.double()).sum(-1)
     assert (got_delta[:n] - delta).abs().max() < 1e-5 and not got_delta[n:].any()
     assert not dq_sum.any()
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])
+def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkeypatch):
+    """What the copy engine cannot read is copied; outputs have the strides that the custom ops promise all the same."""
+    seen = []
+    monkeypatch.setattr(
+        launch_hopper, "launch_kernel", lambda kernel, tile, is_causal, inputs, outputs: seen.append(inputs)
+    )
+    q, k, v, dO = (launch.readable(layout(torch.randn(2, 3, 40, 64).half())) for _ in range(4))
+    o, L = launch_hopper.launch_forward(q, k, v, True)
+    gradients = launch_hopper.launch_backward(q, k, v, o, dO, L, True)
+    assert all(launch.copyable_strides(x) for x in seen[0])
+    assert all(launch.copyable_strides(x) for x in seen[2][:4])
+    for got, like in zip((o, *gradients), (q, q, k, v), strict=True):
+        assert got.stride() == launch.empty_like(like).stride() and launch.copyable_strides(got)
+
+
+def test_hopper_is_true_or_false():
+    q = torch.zeros(2, 4, 64)
+    with pytest.raises(TypeError, match="hopper must be True or False, got 'yes'"):
+        FlashAttention2Triton.apply(q, q, q, True, "yes")
 
 
 # On a Hopper GPU

@@ -28,7 +28,10 @@ def test_innermost_loops_with_matrix_instructions():
         "BRA 0x10",
         "FADD R1, R1, R1",  # 0x80: a loop without matrix instructions
         "@P1 BRA 0x80",
-        "BRA 0xf0",
+        "EXIT",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2",  # a wait that is tried again behind the end
+        "@!P0 BRA 0xb0",
+        "BRA 0x20",
     ]
     script = runpy.run_path(str(SCRIPT))
     loops = script["inner_loops"]([(16 * index, text) for index, text in enumerate(texts)])

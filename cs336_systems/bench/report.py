@@ -14,7 +14,7 @@ from cs336_systems.bench.record import AnyRecord, Record, Row
 from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
-STEADY = 5  # percent: rows whose passes spread by less repeat within 3 percent
+STEADY = 5  # percent; on an H200 rows whose passes spread by less repeated within 3, as a test holds
 LONGEST_ROW_S = 600  # a row that is compiled and timed takes less
 
 # What tells one line of a table from another. The first three are always columns, the others where they vary;
@@ -99,7 +99,7 @@ def comparison(
     cells = []
     for key, by_name in lines.items():
         found = [by_name.get(name) for name in names]
-        line = [*map(str, key), *map(_time, found), *(_tflops(row) for row in found)]
+        line = [*map(str, key), *map(time_cell, found), *(_tflops(row) for row in found)]
         line += [_speed_up(by_name.get(name), by_name.get(baseline)) for name in names if name != baseline]
         if memory:
             line += [cell for row in found for cell in _memory(row)]
@@ -163,7 +163,7 @@ def ladders(
         for name in _measured(names, found):
             of_name = [by_timing.get((name, variant, pass_)) for variant, pass_ in timings]
             last, slowest = (by_timing.get((each, *counted)) for each in (name, baseline))
-            cells.append([name, *map(_time, of_name), _tflops(last), _speed_up(last, slowest), _memory(last)[0]])
+            cells.append([name, *map(time_cell, of_name), _tflops(last), _speed_up(last, slowest), _memory(last)[0]])
         setting = f"{title}: {batch} x {heads} heads x {n} x {d}, {dtype}, {'causal' if causal else 'not causal'}"
         of_which = headers[1 + timings.index(counted)].removesuffix(" ms")
         notes = [f"TFLOP/s, and the speed-up over {baseline}, are those of {of_which}."]
@@ -177,7 +177,8 @@ def _measured(names: Sequence[str], rows: Iterable[Row]) -> list[str]:
     return [name for name in dict.fromkeys((*names, *measured)) if name in measured]
 
 
-def _time(row: Row | None) -> str:
+def time_cell(row: Record | None) -> str:
+    """A row's time, ~ before one that may not repeat, or why there is none."""
     if row is None:
         return "-"
     if row.status != "ok":
@@ -251,7 +252,7 @@ def spread(rows: Sequence[Record]) -> str:
     if unsteady:
         text += f" ~ marks those above {STEADY} %: another run may give a time that differs by as much."
         if rows[0].driver:  # on a GPU
-            text += " Mostly the host decides there: it launches kernels slower than the GPU runs them."
+            text += " Where a pass takes less than a millisecond, that is mostly the host, which launches its kernels."
     return text
 
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
 from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
-from cs336_systems.bench.report import Table, environments, passes, spread
+from cs336_systems.bench.report import Table, environments, passes, spread, time_cell
 from cs336_systems.bench.sweep import DeviceLostError, Measured, classify, counted_on_interrupt, lost_for_good
 from cs336_systems.bench.workload import AttentionShape, Pass
 
@@ -290,10 +290,9 @@ def _cells(row: TrialRow, best: TrialRow | None, marks: Mapping[str, str]) -> li
     if mark and best:
         mark += ", the best" if row is best else f", {over} over the best"
     taken = [row.registers, row.spills, None if row.shared_memory is None else f"{row.shared_memory / KIB:.1f}"]
-    time = row.status if row.median_ms is None else f"{row.median_ms:.3f}"
     return [
         variant,
-        time,
+        time_cell(row),
         over,
         "-" if row.tflops is None else f"{row.tflops:.3g}",
         *("-" if figure is None else str(figure) for figure in taken),

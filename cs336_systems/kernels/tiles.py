@@ -112,7 +112,7 @@ class HopperForward:
 
     attenders: int  # warpgroups of 64 queries
     k_tile_size: int  # rows of a key tile
-    num_stages: int  # of the rings of K and V
+    num_stages: int  # of the rings of K and V; more than the key tiles that fit between the first query and the last
     registers: int  # of each thread that attends
     head_group: int  # as in `Tile`
     q_in_registers: bool  # or else in shared memory
@@ -233,7 +233,7 @@ HOPPER = {
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
-# Hopper's own kernels, by padded head dim: (forward, backward), from a prototype's measurements.
+# Hopper's own kernels, by padded head dim: (forward, backward). Not timed yet: as the prototypes in the kernel log.
 HOPPER_OWN = {
     64: (
         HopperForward(attenders=3, k_tile_size=128, num_stages=2, registers=160, head_group=8, q_in_registers=False),

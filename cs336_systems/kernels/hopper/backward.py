@@ -62,9 +62,11 @@ def flash_backward_hopper_prepare_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
     L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, K_TILE_SIZE, CHECK=True)
-    # Where there is no query, or none of its scores is above -inf: with L that large its P is 0.
+    # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
     rows = tl.arange(0, K_TILE_SIZE)
-    L_i = tl.where((i + rows < n_queries) & (L_i != float("-inf")), L_i / scale, 1e9)
+    seen = (i + rows < n_queries) & (L_i != float("-inf"))
+    LARGEST: tl.constexpr = _largest(dO_i.dtype)
+    L_i = tl.clamp(tl.where(seen, L_i / scale, LARGEST), -LARGEST, LARGEST)
 
     first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PARTS
     row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
@@ -99,9 +101,15 @@ def _weight(part, dtype):
 
 
 @triton.constexpr_function
+def _largest(dtype):
+    """The largest L, in the units of unscaled scores, that is split into parts: past it, it is taken for this one."""
+    return 1e20 if dtype == tl.bfloat16 else 1.9e9
+
+
+@triton.constexpr_function
 def _hiding(dtype):
-    """(part, weight) whose product takes so much from a score that its P is 0, whatever L is."""
-    return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -60000.0)
+    """(part, weight) whose product takes so much from a score that its P is 0 for the smallest L as well."""
+    return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -65504.0)
 
 
 @builtin

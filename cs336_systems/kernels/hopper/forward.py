@@ -41,6 +41,9 @@ def flash_forward_hopper_kernel(
     L = per_query(L_ptr, batch, head, n_heads, n_queries)
 
     ATTENDERS: gl.constexpr = Q_TILE_SIZE // ROWS
+    # A warpgroup passes over the key tiles that come after its queries without having waited for them: no more of them
+    # than there are stages, or it could free a buffer for a use that has not begun.
+    gl.static_assert((Q_TILE_SIZE - ROWS + K_TILE_SIZE - 1) // K_TILE_SIZE < STAGES)
     q_tiles = make_ring(q, ATTENDERS, 1)
     k_tiles = make_ring(k, STAGES, ATTENDERS)
     v_tiles = make_ring(v, STAGES, ATTENDERS)

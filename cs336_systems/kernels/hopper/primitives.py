@@ -50,13 +50,6 @@ class Ring:
         return self.buffers.index(stage).reshape([rows, width])
 
     @gluon.jit
-    def matrix(self, i):
-        """The buffer of use i, for who has waited for it before."""
-        rows: gl.constexpr = self.buffers.shape[3]
-        width: gl.constexpr = self.buffers.shape[4]
-        return self.buffers.index(i % self.stages).reshape([rows, width])
-
-    @gluon.jit
     def release(self, i):
         """Say that this warpgroup reads use i no more."""
         mbarrier.arrive(self.free.index(i % self.stages), count=1)
@@ -115,7 +108,7 @@ def wait_for_turn(W: gl.constexpr):
 
 @gluon.jit
 def pass_turn(W: gl.constexpr):
-    """Let warpgroup W go on, as soon as it waits."""
+    """Let warpgroup W go on, as soon as it waits. (At a program's end one turn is left that nobody takes.)"""
     turn = gl.full([128], 8 + W, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
