@@ -59,5 +59,5 @@ class FlashAttention2TritonDenseBackward(torch.autograd.Function):
     def backward(ctx, dO):
         q, k, v, o, L = (x.resolve_neg() for x in ctx.saved_tensors)  # torch.compile overlooks that bit
         with without_autocast(q):
-            dq, dk, dv = compiled_dense_backward(q, k, v, o, dO, L, ctx.is_causal)
+            dq, dk, dv = compiled_dense_backward(q, k, v, o, dO.resolve_neg(), L, ctx.is_causal)
         return dq, dk, dv, None, None

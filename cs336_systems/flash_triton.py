@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.launch import empty_like, readable
+from cs336_systems.layouts import empty_like, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

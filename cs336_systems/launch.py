@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
 from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Launchable, Tile, Tiles, padded_head_dim, pick_tiles
+from cs336_systems.layouts import as_4d, copyable_strides, empty_like
 
 try:
     import triton
@@ -124,37 +124,7 @@ def tiles_for(x: Tensor) -> Tiles:
     return _change(pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
 
 
-def as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
-    """A view of x with its leading dimensions as batch and heads."""
-    if x.ndim == 4:
-        return x
-    if x.ndim == 2:
-        return x[None, None]
-    return x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
-
-
-def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
-    """x, copied where the kernels could not read it, or not well.
-
-    That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
-    than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
-    """
-    as_it_is = x.stride(-1) == 1 and (x.ndim <= 4 or _merges(x))
-    return (x if as_it_is else x.contiguous()).resolve_neg()
-
-
-def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
-    """Whether all dimensions before the last three are as good as one, with a stride of its own."""
-    leading = [(size, step) for size, step in zip(x.shape[:-3], x.stride(), strict=False) if size != 1]
-    return all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
-
-
-def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
-    """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
-    return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
-
-
-def strided(x: Float[Tensor, "... n d"], tile: Tile) -> "Strided":
+def strided(x: Float[Tensor, "... n d"], tile: object) -> "Strided":
     """x as a pointer with strides."""
     x = as_4d(x)
     return Strided(x, *x.stride())
@@ -177,23 +147,8 @@ def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "Tenso
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, tile_size, padded_head_dim(x.shape[-1])])
 
 
-def copyable_strides(x: Float[Tensor, "... n d"]) -> list[int] | None:
-    """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
-
-    It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
-    """
-    elements_in_16_bytes = 16 // x.element_size()
-    x_4d = as_4d(x)
-    steps = [
-        step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
-        for step, size in zip(x_4d.stride()[:-1], x_4d.shape[:-1], strict=True)
-    ]
-    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
-    return [*steps, 1] if aligned and x.stride(-1) == 1 and x.numel() > 0 else None
-
-
-def contiguous(x: PerQuery, tile: Tile) -> PerQuery:
-    """x as the address of its first element: L and delta are contiguous (batch, heads, n_queries)."""
+def address(x: Tensor, tile: object) -> Tensor:
+    """x as where it begins: L, delta and their like are contiguous."""
     return x
 
 
@@ -253,13 +208,25 @@ def _layout(x: Tensor) -> tuple[object, ...]:
     return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
 
 
+def over_queries(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
+    """A program owns a tile of queries, the rows of the first tensor."""
+    return tensors[0].shape[-2], tile.q_tile_size
+
+
+def over_keys(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
+    """A program owns a tile of keys, the rows of the second tensor."""
+    return tensors[1].shape[-2], tile.k_tile_size
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """How a kernel is launched."""
 
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
-    over_keys: bool = False  # whether a program owns a tile of keys, not of queries
+    rows: Callable[[tuple[Tensor, ...], Launchable], tuple[int, int]] = (
+        over_queries  # how many, and of a program's tile
+    )
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
@@ -298,11 +265,13 @@ def _launch_first(
         What further launches for tensors of the same layout take; None where nothing was compiled.
     """
     q, k = tensors[:2]
-    rows, tile_size = (k, tile.k_tile_size) if kernel.over_keys else (q, tile.q_tile_size)
+    n_rows, tile_size = kernel.rows(tensors, tile)
     n_batch_heads = math.prod(q.shape[:-2])
-    n_programs = n_batch_heads * math.ceil(rows.shape[-2] / tile_size)
+    n_programs = n_batch_heads * math.ceil(n_rows / tile_size)
     if n_programs > MAX_PROGRAMS:
-        raise ValueError(f"shape {tuple(rows.shape)} takes {n_programs} programs; a launch has at most {MAX_PROGRAMS}")
+        raise ValueError(
+            f"{n_batch_heads} heads of {n_rows} rows take {n_programs} programs; a launch has at most {MAX_PROGRAMS}"
+        )
     if n_programs == 0:
         return None
     is_half = q.dtype.itemsize == 2
@@ -341,19 +310,19 @@ def _launch_first(
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, contiguous))
+_FORWARD = Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address))
 _DQ, _DELTA = (
     Kernel(
         lambda: backward_kernels.flash_backward_dq_kernel,
-        (*_QKV, strided, _in_query_tiles, contiguous, strided, contiguous, contiguous),
+        (*_QKV, strided, _in_query_tiles, address, strided, address, address),
         flags={"WANTS_DQ": wants_dq},
     )
     for wants_dq in (True, False)
 )
 _DK_DV = Kernel(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
-    (*_QKV, _in_query_tiles, contiguous, contiguous, strided, strided),
-    over_keys=True,
+    (*_QKV, _in_query_tiles, address, address, strided, strided),
+    rows=over_keys,
 )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from cs336_systems import launch
 from cs336_systems.inputs import Keys, PerQuery, Queries
 from cs336_systems.kernels.tiles import HOPPER_OWN, HopperBackward, HopperForward, padded_head_dim
-from cs336_systems.launch import Kernel, as_4d, contiguous, copyable_strides, empty_like, launch_kernel, strided
+from cs336_systems.launch import Kernel, address, launch_kernel, over_keys, strided
+from cs336_systems.layouts import as_4d, copyable_strides, empty_like
 
 ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
 ROWS = 64  # as in `kernels.hopper.primitives`
@@ -28,7 +29,7 @@ if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels 
     from cs336_systems.kernels.hopper import backward_wide as backward_wide_kernels
     from cs336_systems.kernels.hopper import forward as forward_kernels
 
-Tile = HopperForward | HopperBackward
+HopperTile = HopperForward | HopperBackward
 
 
 def applies(q: Queries, k: Keys) -> bool:
@@ -73,41 +74,41 @@ def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorD
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
 
 
-def _in_rows(x: Float[Tensor, "... n d"], tile: Tile) -> "TensorDescriptor":
+def _in_rows(x: Float[Tensor, "... n d"], tile: HopperTile) -> "TensorDescriptor":
     return _described(x, ROWS, padded_head_dim(x.shape[-1]))
 
 
-def _in_query_tiles(x: Queries, tile: Tile) -> "TensorDescriptor":
+def _in_query_tiles(x: Queries, tile: HopperTile) -> "TensorDescriptor":
     return _described(x, tile.q_tile_size, padded_head_dim(x.shape[-1]))
 
 
-def _in_key_tiles(x: Keys, tile: Tile) -> "TensorDescriptor":
+def _in_key_tiles(x: Keys, tile: HopperTile) -> "TensorDescriptor":
     return _described(x, tile.k_tile_size, padded_head_dim(x.shape[-1]))
 
 
-def _in_halves_of_query_tiles(x: Queries, tile: Tile) -> "TensorDescriptor":
+def _in_halves_of_query_tiles(x: Queries, tile: HopperTile) -> "TensorDescriptor":
     return _described(x, tile.q_tile_size, padded_head_dim(x.shape[-1]) // 2)
 
 
-def _parts(x: Float[Tensor, "rows parts"], tile: Tile) -> "TensorDescriptor":
+def _parts(x: Float[Tensor, "rows parts"], tile: HopperTile) -> "TensorDescriptor":
     layout = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.q_tile_size, x.shape[1]], layout)
 
 
 _FORWARD = Kernel(
     lambda: forward_kernels.flash_forward_hopper_kernel,
-    (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, contiguous),
+    (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
 )
 _PREPARE = Kernel(
     lambda: backward_kernels.flash_backward_hopper_prepare_kernel,
-    (strided, strided, contiguous, contiguous, strided),
-    over_keys=True,  # dO stands where others have keys: a program owns as many queries as a tile has keys
+    (strided, strided, address, address, strided),
+    rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
 _BACKWARD, _BACKWARD_WIDE = (
     Kernel(
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
-        over_keys=True,
+        rows=over_keys,
     )
     for function, sums in (
         (lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cs336_systems import launch, launch_hopper
+from cs336_systems import launch, launch_hopper, layouts
 from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu
 
@@ -168,13 +168,13 @@ def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkey
     monkeypatch.setattr(
         launch_hopper, "launch_kernel", lambda kernel, tile, is_causal, inputs, outputs: seen.append(inputs)
     )
-    q, k, v, dO = (launch.readable(layout(torch.randn(2, 3, 40, 64).half())) for _ in range(4))
+    q, k, v, dO = (layouts.readable(layout(torch.randn(2, 3, 40, 64).half())) for _ in range(4))
     o, L = launch_hopper.launch_forward(q, k, v, True)
     gradients = launch_hopper.launch_backward(q, k, v, o, dO, L, True)
-    assert all(launch.copyable_strides(x) for x in seen[0])
-    assert all(launch.copyable_strides(x) for x in seen[2][:4])
+    assert all(layouts.copyable_strides(x) for x in seen[0])
+    assert all(layouts.copyable_strides(x) for x in seen[2][:4])
     for got, like in zip((o, *gradients), (q, q, k, v), strict=True):
-        assert got.stride() == launch.empty_like(like).stride() and launch.copyable_strides(got)
+        assert got.stride() == layouts.empty_like(like).stride() and layouts.copyable_strides(got)
 
 
 def test_hopper_is_true_or_false():
@@ -193,7 +193,7 @@ RAGGED = [
 
 def run_on_hopper(inputs: Inputs, is_causal: bool) -> Result:
     """Both passes, once it is sure that they are Hopper's own."""
-    q, k, v, dO = map(launch.readable, inputs)
+    q, k, v, dO = map(layouts.readable, inputs)
     assert launch_hopper.applies(q, k)
     o, L = launch_hopper.launch_forward(q, k, v, is_causal)
     return Result(o, L, *launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal))

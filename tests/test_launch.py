@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems import launch
+from cs336_systems import launch, layouts
 from cs336_systems.kernels.tiles import KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
@@ -71,7 +71,7 @@ def drawn(shape=SHAPE, dtype=torch.float16, layout=contiguous):
 def test_a_second_launch_takes_the_addresses_of_its_own_tensors(kernel, leading, layout):
     if len(leading) < 2 and layout in (transposed, batch_last):
         pytest.skip("there are no two dimensions to exchange")
-    first, second = (tuple(map(launch.readable, drawn((*leading, 40, 16), layout=layout))) for _ in range(2))
+    first, second = (tuple(map(layouts.readable, drawn((*leading, 40, 16), layout=layout))) for _ in range(2))
     results = [launch.launch_forward(*each, True, TILE) for each in (first, second)]
     launch._prepared.clear()
     results.append(launch.launch_forward(*second, True, TILE))

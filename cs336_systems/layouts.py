@@ -1,0 +1,53 @@
+"""How tensors lie in memory, as far as the kernels care: as batch, heads, rows and columns, with any strides."""
+
+import math
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
+    """A view of x with its leading dimensions as batch and heads."""
+    if x.ndim == 4:
+        return x
+    if x.ndim == 2:
+        return x[None, None]
+    return x.view(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """x, copied where the kernels could not read it, or not well.
+
+    That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
+    than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
+    """
+    as_it_is = x.stride(-1) == 1 and (x.ndim <= 4 or _merges(x))
+    return (x if as_it_is else x.contiguous()).resolve_neg()
+
+
+def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
+    """Whether all dimensions before the last three are as good as one, with a stride of its own."""
+    leading = [(size, step) for size, step in zip(x.shape[:-3], x.stride(), strict=False) if size != 1]
+    return all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
+
+
+def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
+    return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
+
+
+def copyable_strides(x: Float[Tensor, "... n d"]) -> list[int] | None:
+    """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
+
+    It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
+    """
+    elements_in_16_bytes = 16 // x.element_size()
+    x_4d = as_4d(x)
+    steps = [
+        step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
+        for step, size in zip(x_4d.stride()[:-1], x_4d.shape[:-1], strict=True)
+    ]
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
+    return [*steps, 1] if aligned and x.stride(-1) == 1 and x.numel() > 0 else None
