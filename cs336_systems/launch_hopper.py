@@ -26,6 +26,7 @@ if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels 
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from cs336_systems.kernels.hopper import backward as backward_kernels
+    from cs336_systems.kernels.hopper import backward_shared as shared_kernels
     from cs336_systems.kernels.hopper import backward_wide as backward_wide_kernels
     from cs336_systems.kernels.hopper import forward as forward_kernels
 
@@ -100,7 +101,7 @@ _FORWARD = Kernel(
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
 )
 _PREPARE = Kernel(
-    lambda: backward_kernels.flash_backward_hopper_prepare_kernel,
+    lambda: shared_kernels.flash_backward_hopper_prepare_kernel,
     (strided, strided, address, address, strided),
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
@@ -115,7 +116,7 @@ _BACKWARD, _BACKWARD_WIDE = (
         (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
     )
 )
-_FINISH = Kernel(lambda: backward_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
+_FINISH = Kernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
 
 
 def launch_forward(

@@ -125,7 +125,7 @@ def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
 
 def hiding(dtype):
     """What `_hiding` of the kernels says, for a dtype of PyTorch."""
-    from cs336_systems.kernels.hopper.backward import _hiding, tl
+    from cs336_systems.kernels.hopper.backward_shared import _hiding, tl
 
     return _hiding(tl.float16 if dtype == torch.float16 else tl.bfloat16)
 

@@ -1,0 +1,317 @@
+"""What both of Hopper's backward kernels share: the plain kernels around them, and what passes through shared memory.
+
+L and delta come as matrix products. Reading them from shared memory, a number for each column of S^T, costs more than
+a matmul: instead each is split into three parts of the inputs' dtype, PARTS columns with zeros behind, and S^T - L
+becomes K q^T + weights · parts^T, one more step of the same product.
+"""
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.language.core import _aggregate as aggregate
+
+from cs336_systems.kernels.hopper.primitives import ROWS
+from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, per_query, store_tile
+
+PARTS = gl.constexpr(16)  # columns of the split L and delta: what one step of a product takes
+
+
+@triton.jit
+def flash_backward_hopper_prepare_kernel(
+    o, dO, L_ptr, parts_ptr, dq_sum, n_heads, n_batch_heads, n_queries, scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Line 2, and L and delta in parts, for K_TILE_SIZE queries of one head; their rows of dq_sum are set to zero.
+
+    o, dO: (batch, heads, n_queries, D); dq_sum: float32, (batch, heads, n_queries, D_TILE_SIZE). L_ptr: float32,
+    contiguous (batch, heads, n_queries), natural logarithm. parts_ptr: (batch · heads, query tiles, 2, Q_TILE_SIZE,
+    PARTS) in the dtype of dO: -L in the units of unscaled scores, and -delta; as many query tiles as fill tiles of
+    K_TILE_SIZE.
+    """
+    n_tiles = tl.cdiv(n_queries, K_TILE_SIZE)
+    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, 1)
+    i = tile * K_TILE_SIZE
+    o_i = load_tile(o, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
+    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, K_TILE_SIZE, CHECK=True)
+    # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
+    rows = tl.arange(0, K_TILE_SIZE)
+    seen = (i + rows < n_queries) & (L_i != float("-inf"))
+    LARGEST: tl.constexpr = _largest(dO_i.dtype)
+    L_i = tl.clamp(tl.where(seen, L_i / scale, LARGEST), -LARGEST, LARGEST)
+
+    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PARTS
+    row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
+    pointers = parts_ptr + first + row_of_L[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    tl.store(pointers, _in_parts(-L_i, _hiding(dO_i.dtype)[0], dO_i.dtype))
+    tl.store(pointers + Q_TILE_SIZE * PARTS, _in_parts(-delta_i, 0.0, dO_i.dtype))
+    zeros = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
+    store_tile(dq_sum, batch, head, i, n_queries, zeros, D_TILE_SIZE, K_TILE_SIZE, D_TILE_SIZE)
+
+
+@triton.jit
+def _in_parts(x, last: tl.constexpr, dtype: tl.constexpr):
+    """(rows, PARTS): three numbers of `dtype` whose sum, each times its `_weight`, is x to the last bits of float32;
+    zeros; and `last`.
+    """
+    column = tl.arange(0, PARTS)[None, :]
+    result = tl.where(column == PARTS - 1, last, tl.zeros([x.shape[0], PARTS], tl.float32)).to(dtype)
+    for part in tl.static_range(3):
+        weight = _weight(part, dtype)
+        rounded = (x / weight).to(dtype)
+        result = tl.where(column == part, rounded[:, None], result)
+        x = x - rounded.to(tl.float32) * weight
+    return result
+
+
+@triton.constexpr_function
+def _weight(part, dtype):
+    """What part number `part` counts for. bfloat16 has float32's range, and 8 bits: three parts make 24. float16 has 11
+    bits but ends at 65504, and below 2^-14 has fewer: weights keep each part where there are all, from 2^-31 to 2^30.
+    """
+    return 1.0 if dtype == tl.bfloat16 else (2.0**15, 2.0**4, 2.0**-6)[part]
+
+
+@triton.constexpr_function
+def _largest(dtype):
+    """The largest L, in the units of unscaled scores, that is split into parts: past it, it is taken for this one."""
+    return 1e20 if dtype == tl.bfloat16 else 1.9e9
+
+
+@triton.constexpr_function
+def _hiding(dtype):
+    """(part, weight) whose product takes so much from a score that its P is 0 for the smallest L as well."""
+    return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -65504.0)
+
+
+@triton.jit
+def flash_backward_hopper_finish_kernel(
+    dq, dq_sum, n_heads, n_batch_heads, n_queries, scale,
+    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale · (sum of dS K), in its dtype, for one query tile of one head."""
+    tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
+    i = tile * Q_TILE_SIZE
+    sums = load_tile(dq_sum, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    store_tile(dq, batch, head, i, n_queries, sums * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
+
+
+@builtin
+def add_to_global(x, coordinates, tile, _semantic=None):
+    """Let the copy engine add a tile in shared memory to x in global memory. (Gluon has no name of its own for it.)"""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, x.handle, coordinates, tile.handle)
+
+
+@aggregate
+class Keys:
+    """This program's 2 · ROWS keys, a half for each of two warpgroups, and the weights of the parts for each key."""
+
+    k_tiles: gl.shared_memory_descriptor  # (2, 1, 1, ROWS, D)
+    v_tiles: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor  # (2, ROWS, PARTS)
+    filled: gl.shared_memory_descriptor  # one barrier: K and V have arrived
+
+    @gluon.constexpr_function
+    def __init__(self, k_tiles, v_tiles, weights, filled):
+        self.k_tiles = k_tiles
+        self.v_tiles = v_tiles
+        self.weights = weights
+        self.filled = filled
+
+    @gluon.jit
+    def load(self, k, v, batch, head, j):
+        """Line 7."""
+        width: gl.constexpr = self.k_tiles.shape[4]
+        mbarrier.expect(self.filled, 4 * ROWS * width * 2)
+        for half in gl.static_range(2):
+            rows = [batch, head, j + half * ROWS, 0]
+            tma.async_copy_global_to_shared(k, rows, self.filled, self.k_tiles.index(half))
+            tma.async_copy_global_to_shared(v, rows, self.filled, self.v_tiles.index(half))
+
+    @gluon.jit
+    def wait(self):
+        mbarrier.wait(self.filled, 0)
+
+    @gluon.jit
+    def k_j(self, half: gl.constexpr):
+        """K of one half, (ROWS, D)."""
+        width: gl.constexpr = self.k_tiles.shape[4]
+        return self.k_tiles.index(half).reshape([ROWS, width])
+
+    @gluon.jit
+    def v_j(self, half: gl.constexpr):
+        """V of one half, (ROWS, D)."""
+        width: gl.constexpr = self.v_tiles.shape[4]
+        return self.v_tiles.index(half).reshape([ROWS, width])
+
+    @gluon.jit
+    def store(self, half: gl.constexpr, x, gradient, batch, head, j):
+        """Line 19 for one half, through the buffer of V, which nobody reads any more; rows past n_keys are left out."""
+        self.v_j(half).store(gradient.to(x.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(x, [batch, head, j + half * ROWS, 0], self.v_tiles.index(half))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def make_keys(k, v, j, n_keys):
+    """Room for the keys j, …, j + 2 · ROWS - 1."""
+    k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, ROWS, k.block_type.shape[3]], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, ROWS, v.block_type.shape[3]], v.layout)
+    weights = gl.allocate_shared_memory(k.dtype, [2, ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
+    for half in gl.static_range(2):
+        weights.index(half).store(_weights(j + half * ROWS, n_keys, k.dtype))
+    filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(filled, count=1)
+    return Keys(k_tiles, v_tiles, weights, filled)
+
+
+@gluon.jit
+def _weights(j, n_keys, dtype: gl.constexpr):
+    """(ROWS, PARTS): for each key from j on, what the parts count for, and zeros.
+
+    Keys past n_keys come as zeros. The last part, which is the same for every query, hides them: their P is 0.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    keys = j + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    weights = gl.zeros([ROWS, PARTS], gl.float32, LAYOUT)
+    for part in gl.static_range(3):
+        weights = gl.where(column == part, _weight(part, dtype), weights)
+    weights = gl.where((column == PARTS - 1) & (keys >= n_keys)[:, None], _hiding(dtype)[1], weights)
+    return weights.to(dtype)
+
+
+@aggregate
+class Queries:
+    """The query tiles that see these keys, one a step: Q, dO, and L and delta in parts, `stages` steps in a ring."""
+
+    q_tiles: gl.shared_memory_descriptor  # (stages, 1, 1, Q_TILE_SIZE, D)
+    dO_tiles: gl.shared_memory_descriptor
+    part_tiles: gl.shared_memory_descriptor  # (2 · stages, Q_TILE_SIZE, PARTS): L, delta, L, delta, …
+    filled: gl.shared_memory_descriptor  # (stages, 1): all four have arrived
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, q_tiles, dO_tiles, part_tiles, filled, stages):
+        self.q_tiles = q_tiles
+        self.dO_tiles = dO_tiles
+        self.part_tiles = part_tiles
+        self.filled = filled
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def load(self, step, wanted, q, dO, parts, batch, head, i, part_row):
+        """Line 10: the tile at query i, whose parts begin at part_row; nothing unless wanted."""
+        rows: gl.constexpr = self.q_tiles.shape[3]
+        width: gl.constexpr = self.q_tiles.shape[4]
+        stage = step % self.stages
+        arrived = self.filled.index(stage)
+        mbarrier.expect(arrived, 2 * rows * (width + PARTS) * 2, pred=wanted)
+        tma.async_copy_global_to_shared(q, [batch, head, i, 0], arrived, self.q_tiles.index(stage), pred=wanted)
+        for which in gl.static_range(2):
+            tile = self.part_tiles.index(2 * stage + which)
+            tma.async_copy_global_to_shared(parts, [part_row + which * rows, 0], arrived, tile, pred=wanted)
+        tma.async_copy_global_to_shared(dO, [batch, head, i, 0], arrived, self.dO_tiles.index(stage), pred=wanted)
+
+    @gluon.jit
+    def wait(self, step):
+        mbarrier.wait(self.filled.index(step % self.stages), step // self.stages & 1)
+
+    @gluon.jit
+    def q_i(self, step):
+        """Q, (Q_TILE_SIZE, D)."""
+        rows: gl.constexpr = self.q_tiles.shape[3]
+        width: gl.constexpr = self.q_tiles.shape[4]
+        return self.q_tiles.index(step % self.stages).reshape([rows, width])
+
+    @gluon.jit
+    def dO_i(self, step):
+        """dO, (Q_TILE_SIZE, D)."""
+        rows: gl.constexpr = self.dO_tiles.shape[3]
+        width: gl.constexpr = self.dO_tiles.shape[4]
+        return self.dO_tiles.index(step % self.stages).reshape([rows, width])
+
+    @gluon.jit
+    def scores(self, step, k_j, weights, zeros):
+        """Line 11, unscaled and less L, transposed: K q^T + weights · parts^T, begun."""
+        L_i = self.part_tiles.index(2 * (step % self.stages))
+        S_T = warpgroup_mma(k_j, self.q_i(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(weights, L_i.permute((1, 0)), S_T, is_async=True)
+
+    @gluon.jit
+    def dP(self, step, v_j, weights, zeros):
+        """Line 14 less delta, transposed: V dO^T + weights · parts^T, begun."""
+        delta_i = self.part_tiles.index(2 * (step % self.stages) + 1)
+        dP_T = warpgroup_mma(v_j, self.dO_i(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(weights, delta_i.permute((1, 0)), dP_T, is_async=True)
+
+
+@gluon.jit
+def make_queries(q, dO, parts, stages: gl.constexpr):
+    """Room for `stages` tiles of each of the descriptors."""
+    block: gl.constexpr = q.block_type.shape
+    q_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], q.layout)
+    dO_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], dO.layout)
+    part_tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, block[2], PARTS], parts.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(filled.index(stage), count=1)
+    return Queries(q_tiles, dO_tiles, part_tiles, filled, stages)
+
+
+@aggregate
+class Handover:
+    """dS^T of both halves of the keys, as the warpgroups that form dQ read it, `stages` steps in a ring."""
+
+    tiles: gl.shared_memory_descriptor  # (2 · stages, ROWS, Q_TILE_SIZE)
+    filled: gl.shared_memory_descriptor  # (stages, 1): both halves are there
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, filled, stages):
+        self.tiles = tiles
+        self.filled = filled
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def put(self, half: gl.constexpr, step, dS_T):
+        """Hand over one half of a step, in a buffer that is known to be free."""
+        stage = step % self.stages
+        self.tiles.index(2 * stage + half).store(dS_T)
+        fence_async_shared()
+        mbarrier.arrive(self.filled.index(stage), count=1)
+
+    @gluon.jit
+    def wait(self, step):
+        mbarrier.wait(self.filled.index(step % self.stages), step // self.stages & 1)
+
+    @gluon.jit
+    def dS(self, half: gl.constexpr, step):
+        """(Q_TILE_SIZE, ROWS)"""
+        return self.tiles.index(2 * (step % self.stages) + half).permute((1, 0))
+
+
+@gluon.jit
+def make_handover(q, stages: gl.constexpr):
+    """Room for tiles of as many queries as those of the descriptor q."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, ROWS, q.block_type.shape[2]], layout)
+    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(filled.index(stage), count=2)
+    return Handover(tiles, filled, stages)
+
+
+@gluon.jit
+def query_tiles(j, n_queries, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(all, first): how many query tiles there are, in pairs that fill tiles of keys; and the first that sees key j."""
+    per_key_tile: gl.constexpr = 2 * ROWS // Q_TILE_SIZE
+    n_tiles = gl.cdiv(n_queries, 2 * ROWS) * per_key_tile
+    return n_tiles, gl.minimum(j // Q_TILE_SIZE, n_tiles) if IS_CAUSAL else 0
