@@ -21,7 +21,10 @@ A buffer lives from the copy that fills it to the last reader's arrival; the rin
 loader may run ahead. Attenders take turns on the tensor cores (`primitives.wait_for_turn`): while one's products run,
 another takes its exponentials.
 
-`forward.py`, `backward.py` and `backward_wide.py` have the kernels, `primitives.py` what they share. Names and line
-numbers are those of `kernels/forward.py` and `kernels/backward.py`, which remain the text to learn from, the fallback,
-and what runs where gradients have to be bit-equal from run to run.
+The backward passes have pictures of their own in `backward.py` (head dims to 64) and `backward_wide.py` (to 128). What
+passes through shared memory there is in `backward_shared.py`: `Keys`, which stay; `Queries`, a ring that one barrier a
+stage fills; and `Handover`, by which warpgroups give one another dS.
+
+Names and line numbers are those of `kernels/forward.py` and `kernels/backward.py`, which remain the text to learn from,
+the fallback, and what runs where gradients have to be bit-equal from run to run.
 """

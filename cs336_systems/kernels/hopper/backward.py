@@ -52,11 +52,8 @@ def flash_backward_hopper_kernel(
     n_tiles, first_tile = query_tiles(j, n_queries, Q_TILE_SIZE, IS_CAUSAL)
     part_row = (batch * n_heads + head) * n_tiles * 2 * Q_TILE_SIZE
 
-    keys, queries, handover = (
-        make_keys(k, v, j, n_keys),
-        make_queries(q, dO, parts, STAGES),
-        make_handover(q, dS_STAGES),
-    )
+    keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
+    handover = make_handover(q, dS_STAGES)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [dQ_STAGES, 1, 1, Q_TILE_SIZE, D_TILE_SIZE], dq_sum.layout)
     dS_free = gl.allocate_shared_memory(gl.int64, [dS_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(dS_STAGES):

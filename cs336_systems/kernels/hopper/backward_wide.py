@@ -46,7 +46,8 @@ def flash_backward_hopper_wide_kernel(
 
     # Two stages of dS: who writes that of step + 2 has waited for that of step + 1, which the other handed over after
     # its products of this step.
-    keys, queries, handover = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES), make_handover(q, 2)
+    keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
+    handover = make_handover(q, 2)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, Q_TILE_SIZE, D_TILE_SIZE // 2], dq_sum.layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
