@@ -14,6 +14,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.implementation import AttentionFunction, Implementation
+from cs336_systems.inputs import Keys, Queries
 from cs336_systems.kernels.tiles import Tile, Tiles
 from cs336_systems.launch import tiles_changed_by
 
@@ -26,6 +27,11 @@ def _small(tiles: Tiles) -> Tiles:
 
 def _without_skipping(tiles: Tiles) -> Tiles:
     return Tiles(*(replace(tile, skip_masked=False) for tile in (tiles.forward, tiles.dk_dv, tiles.dq)))
+
+
+def _portable(q: Queries, k: Keys, v: Keys, is_causal: bool) -> Queries:
+    """FlashAttention2Triton on every GPU's kernels."""
+    return FlashAttention2Triton.apply(q, k, v, is_causal, False)
 
 
 def _rung(name: str, function: AttentionFunction, description: str, change: Callable[[Tiles], Tiles]) -> Implementation:
@@ -57,7 +63,12 @@ LADDER = (
     ),
     replace(
         ATTENTION["flash_triton"],
-        description="triton_backward without the tiles that the mask hides, and with comparisons on the diagonal "
-        "alone: FlashAttention2Triton as it is",
+        name="skipped_tiles",
+        function=_portable,
+        description="triton_backward without the tiles that the mask hides, and with comparisons on the diagonal alone",
+    ),
+    replace(
+        ATTENTION["flash_triton"],
+        description="FlashAttention2Triton as it is: skipped_tiles, but where Hopper's own kernels apply those",
     ),
 )
