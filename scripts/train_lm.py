@@ -9,6 +9,7 @@ stopped (--fresh starts over). Without a GPU a tiny model takes a few steps on t
 """
 
 import json
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -166,7 +167,11 @@ def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[None]:
 
 
 def train(config: Config, shape: Shape, device: torch.device, console: Console) -> Run:
-    """Train to the last step, or for `stop_after` steps, with checkpoints on the way."""
+    """Train to the last step, or for `stop_after` steps, with checkpoints on the way.
+
+    Raises:
+        ValueError: the loss is no longer finite; the checkpoint before stays.
+    """
     text = standard_library_text()
     corpus = Corpus.of(text)
     run = start(config, shape, device)
@@ -187,34 +192,42 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             losses = [loss_of(corpus.validation, step, seed) for step in range(VALIDATION_BATCHES)]
         return torch.stack(losses).mean().item()
 
-    last = shape.steps if config.stop_after is None else min(shape.steps, run.step + config.stop_after)
+    begun, last = run.step, shape.steps
+    if config.stop_after is not None:
+        last = min(shape.steps, run.step + config.stop_after)
     with (
         saved_on_interrupt(checkpoint, run),
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task(run.settings["attention"], total=shape.steps, completed=run.step)
-        while run.step < last:
+        while True:
+            looks = run.step > 0 and (run.step % config.validate_every == 0 or run.step == shape.steps)
+            if looks and run.losses[-1]["validation_loss"] is None:
+                run.losses[-1]["validation_loss"] = validation = validation_loss()
+                line = f"step {run.step}: loss {run.losses[-1]['loss']:.4f}, validation {validation:.4f}"
+                progress.console.print(line, highlight=False)
+            if run.step > begun and (run.step % config.checkpoint_every == 0 or run.step == last):
+                save_checkpoint(checkpoint, run.state())
+            if run.step >= last:
+                return run
             rate = get_cosine_lr(
                 run.step, config.learning_rate, config.learning_rate / 10, max(1, shape.steps // 10), shape.steps
             )
             for group in run.optimizer.param_groups:
                 group["lr"] = rate
             loss = loss_of(corpus.train, run.step, config.seed)
+            if not math.isfinite(loss.item()):
+                raise ValueError(
+                    f"the loss of step {run.step + 1} is {loss.item()}: training diverged at --learning-rate "
+                    f"{config.learning_rate:g}; try a lower one, with --fresh"
+                )
             loss.backward()
             clip_gradient(run.model.parameters(), config.max_gradient_norm)
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
             run.step += 1
-            looks = run.step % config.validate_every == 0 or run.step == shape.steps
-            validation = validation_loss() if looks else None
-            run.losses.append({"step": run.step, "loss": loss.item(), "validation_loss": validation})
+            run.losses.append({"step": run.step, "loss": loss.item(), "validation_loss": None})
             progress.advance(task)
-            if validation is not None:
-                line = f"step {run.step}: loss {loss.item():.4f}, validation {validation:.4f}"
-                progress.console.print(line, highlight=False)
-            if run.step % config.checkpoint_every == 0 or run.step == last:
-                save_checkpoint(checkpoint, run.state())
-    return run
 
 
 def write_losses(config: Config, run: Run, device: torch.device) -> Path:
@@ -225,15 +238,25 @@ def write_losses(config: Config, run: Run, device: torch.device) -> Path:
     return path
 
 
-def draw_losses(folder: Path) -> Path:
+def draw_losses(folder: Path) -> tuple[Path, list[str]]:
     """The loss of every attention against the step, and below it the differences from the first.
+
+    Returns:
+        The picture, and what was left out: runs that differ from the latest in more than the attention.
 
     Raises:
         ValueError: `folder` has no losses.
     """
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    if not runs:
+    paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not paths:
         raise ValueError(f"{folder} holds no losses; train first")
+    by_path = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+    def setting(path: Path) -> dict[str, object]:
+        return by_path[path]["settings"] | {"attention": None}
+
+    runs = [by_path[path] for path in sorted(paths) if setting(path) == setting(paths[-1])]
+    left_out = [path.stem for path in paths if setting(path) != setting(paths[-1])]
     runs.sort(key=lambda run: run["settings"]["attention"] != "naive")
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -257,7 +280,7 @@ def draw_losses(folder: Path) -> Path:
     upper.set_title(f"{first['settings']['amp'] or 'float32'}, seed {first['settings']['seed']}, {first['gpu']}")
     path = folder / "loss.png"
     figure.savefig(path, dpi=150)
-    return path
+    return path, left_out
 
 
 def main(config: Config) -> None:
@@ -279,7 +302,9 @@ def main(config: Config) -> None:
             prompt = torch.tensor([list(PROMPT.encode())], device=device)
             written = run.model.generate(prompt, 100, temperature=0.8, top_k=40)
             console.print(bytes(written[0].tolist()).decode(errors="replace"), markup=False, highlight=False)
-    console.print(f"The curves are in {draw_losses(config.out_dir)}.", highlight=False, soft_wrap=True)
+    path, left_out = draw_losses(config.out_dir)
+    without = f", without {', '.join(left_out)}, trained with other settings" if left_out else ""
+    console.print(f"The curves are in {path}{without}.", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

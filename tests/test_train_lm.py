@@ -113,6 +113,41 @@ def test_interrupted_run_goes_on_where_it_was(script, train, tmp_path, monkeypat
     assert train(tmp_path / "parts", "--attention", "naive") == whole
 
 
+def test_interrupted_while_it_validates(script, train, tmp_path, monkeypatch):
+    """The step before is not lost, and its validation is made up for."""
+    whole = train(tmp_path / "whole", "--attention", "naive")
+    names, batch, calls = script["train"].__globals__, script["train"].__globals__["batch_at"], []
+
+    def interrupting(content, step, size, context_length, seed, device):
+        calls.append(seed)
+        if calls.count(1) == 2 and seed == 1:
+            raise KeyboardInterrupt
+        return batch(content, step, size, context_length, seed, device)
+
+    monkeypatch.setitem(names, "batch_at", interrupting)
+    with pytest.raises(KeyboardInterrupt, match="interrupted after step 3"):
+        train(tmp_path / "parts", "--attention", "naive")
+    assert load_checkpoint(tmp_path / "parts" / "naive.pt", CPU)["step"] == 3
+    assert train(tmp_path / "parts", "--attention", "naive") == whole
+
+
+def test_a_loss_that_is_no_number_ends_the_run(train, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"the loss of step \d is (nan|inf): training diverged at --learning-rate 1e\+30"
+    ):
+        train(tmp_path, "--attention", "naive", "--learning-rate", "1e30")
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_curves_of_other_settings_are_left_out(script, train, tmp_path, capsys):
+    """A difference between two curves is the attention's, or it is not drawn."""
+    train(tmp_path, "--attention", "naive")
+    train(tmp_path, "--attention", "flash_pytorch", "--seed", "1")
+    assert "without naive, trained with other settings" in capsys.readouterr().out.replace("\n", " ")
+    train(tmp_path, "--attention", "flash_pytorch", "--fresh")
+    assert "trained with other settings" not in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_attentions_train_alike(train, tmp_path):
     """From one seed, naive and flash attention have the same losses but for rounding; another seed has others."""
     naive = train(tmp_path, "--attention", "naive")
