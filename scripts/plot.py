@@ -24,7 +24,8 @@ class Config:
     jsonl: tyro.conf.Positional[Path]
     """Rows that a benchmark wrote."""
     out_dir: Path | None = None
-    """Where the figures are written; by default the folder of the rows."""
+    """Where the figures are written; by default a folder beside the rows with their file's name, and for metrics.jsonl,
+    which has a folder to itself, that folder."""
     baseline: str | None = None
     """The implementation over which speed-ups are given; by default naive, where there are rows of it."""
     title: str = "Attention"
@@ -32,8 +33,10 @@ class Config:
 
 
 def main(config: Config) -> None:
-    rows = read_rows(config.jsonl)
-    for path in draw(rows, config.out_dir or config.jsonl.parent, config.title, config.baseline):
+    rows, path = read_rows(config.jsonl), config.jsonl
+    # The figures of two files have the same names.
+    beside = path.parent if path.name == "metrics.jsonl" else path.with_suffix("")
+    for path in draw(rows, config.out_dir or beside, config.title, config.baseline):
         print(path)
 
 

@@ -426,6 +426,13 @@ def test_script_draws_beside_the_rows(tmp_path, monkeypatch, capsys):
     assert set(paths) == set(tmp_path.glob("*.png"))
 
 
+def test_figures_of_two_files_in_one_folder(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        _run(monkeypatch, _write(tmp_path / f"{name}.jsonl", [at(128)]))
+        assert len(list((tmp_path / name).glob("*.png"))) == 3
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_script_options(tmp_path, monkeypatch, capsys):
     path = _write(tmp_path / "metrics.jsonl", [at(128), at(128, "compiled")])
     _run(monkeypatch, path, "--out-dir", tmp_path / "figures", "--baseline", "compiled", "--title", "T")
