@@ -239,8 +239,8 @@ def launch_kernel(
         inputs: q and k come first.
         outputs: new tensors, whose dtype and shape follow from those of the inputs.
     """
-    function, precision = kernel.function(), _input_precision(inputs[0])
-    key = (kernel, function, tile, is_causal, precision, *map(_layout, inputs), *(x.stride() for x in outputs))
+    precision = _input_precision(inputs[0])
+    key = (kernel, tile, is_causal, precision, *map(_layout, inputs), *[x.stride() for x in outputs])
     # The interpreter keeps the number of the program that it runs in one global variable.
     with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
         prepared = _prepared.get(key)
