@@ -14,12 +14,18 @@ from torch import Tensor
 
 from cs336_systems import launch
 from cs336_systems.inputs import Keys, PerQuery, Queries
-from cs336_systems.kernels.tiles import HOPPER_OWN, HopperBackward, HopperForward, padded_head_dim
+from cs336_systems.kernels.tiles import (
+    HOPPER_OWN,
+    STEP_COLUMNS,
+    WARPGROUP_ROWS,
+    HopperBackward,
+    HopperForward,
+    padded_head_dim,
+)
 from cs336_systems.launch import Kernel, address, launch_kernel, over_keys, strided
 from cs336_systems.layouts import as_4d, copyable_strides, empty_like
 
 ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
-ROWS = 64  # as in `kernels.hopper.primitives`
 
 if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels use of it is private
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -76,7 +82,7 @@ def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorD
 
 
 def _in_rows(x: Float[Tensor, "... n d"], tile: HopperTile) -> "TensorDescriptor":
-    return _described(x, ROWS, padded_head_dim(x.shape[-1]))
+    return _described(x, WARPGROUP_ROWS, padded_head_dim(x.shape[-1]))
 
 
 def _in_query_tiles(x: Queries, tile: HopperTile) -> "TensorDescriptor":
@@ -133,7 +139,7 @@ def launch_forward(
 def prepare(o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward) -> tuple[Float[Tensor, "rows parts"], Queries]:
     """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
     n_rows = math.ceil(o.shape[-2] / tile.k_tile_size) * tile.k_tile_size
-    parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, 16)
+    parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, STEP_COLUMNS)
     dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
     launch_kernel(_PREPARE, tile, False, (o, dO, L), (parts, dq_sum))
     return parts, dq_sum

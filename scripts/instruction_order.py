@@ -28,7 +28,14 @@ from cs336_systems.bench.entry import run_script
 from cs336_systems.kernels.hopper.backward import flash_backward_hopper_kernel
 from cs336_systems.kernels.hopper.backward_wide import flash_backward_hopper_wide_kernel
 from cs336_systems.kernels.hopper.forward import flash_forward_hopper_kernel
-from cs336_systems.kernels.tiles import HOPPER_OWN, HopperBackward, HopperForward, padded_head_dim
+from cs336_systems.kernels.tiles import (
+    HOPPER_OWN,
+    STEP_COLUMNS,
+    WARPGROUP_ROWS,
+    HopperBackward,
+    HopperForward,
+    padded_head_dim,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -93,7 +100,7 @@ def described(element: str, rows: int, columns: int) -> str:
 def forward_source(config: Config, tile: HopperForward) -> GluonASTSource:
     """The forward kernel with types for its arguments."""
     element, width = ELEMENTS[config.dtype], padded_head_dim(config.d)
-    in_rows, in_key_tiles = (described(element, rows, width) for rows in (64, tile.k_tile_size))
+    in_rows, in_key_tiles = (described(element, rows, width) for rows in (WARPGROUP_ROWS, tile.k_tile_size))
     types = {"q": in_rows, "o": in_rows, "k": in_key_tiles, "v": in_key_tiles, "L_ptr": "*fp32"}
     return source(flash_forward_hopper_kernel, types, config, tile)
 
@@ -101,10 +108,10 @@ def forward_source(config: Config, tile: HopperForward) -> GluonASTSource:
 def backward_source(config: Config, tile: HopperBackward) -> GluonASTSource:
     """The backward kernel of that head dim with types for its arguments."""
     element, width = ELEMENTS[config.dtype], padded_head_dim(config.d)
-    in_rows, in_query_tiles = (described(element, rows, width) for rows in (64, tile.q_tile_size))
+    in_rows, in_query_tiles = (described(element, rows, width) for rows in (WARPGROUP_ROWS, tile.q_tile_size))
     types = dict.fromkeys(("k", "v", "dk", "dv"), in_rows) | dict.fromkeys(("q", "dO"), in_query_tiles)
     parts = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-    types["parts"] = f"tensordesc<{element}[{tile.q_tile_size}, 16],{parts!r}>"
+    types["parts"] = f"tensordesc<{element}[{tile.q_tile_size}, {STEP_COLUMNS}],{parts!r}>"
     types["dq_sum"] = described("fp32", tile.q_tile_size, width // 2 if width == 128 else width)
     kernel = flash_backward_hopper_wide_kernel if width == 128 else flash_backward_hopper_kernel
     return source(kernel, types, config, tile)

@@ -106,11 +106,16 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
+# What Hopper's matrix instructions take, a warpgroup each: rows of an accumulator, and columns of operands in one step.
+WARPGROUP_ROWS = 64
+STEP_COLUMNS = 16
+
+
 @dataclass(frozen=True)
 class HopperForward:
     """How Hopper's own forward is launched."""
 
-    attenders: int  # warpgroups of 64 queries
+    attenders: int  # warpgroups, of WARPGROUP_ROWS queries each
     k_tile_size: int  # rows of a key tile
     num_stages: int  # of the rings of K and V; more than the key tiles that fit between the first query and the last
     registers: int  # of each thread that attends
@@ -119,7 +124,7 @@ class HopperForward:
 
     @property
     def q_tile_size(self) -> int:
-        return 64 * self.attenders
+        return WARPGROUP_ROWS * self.attenders
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -137,7 +142,7 @@ class HopperForward:
 
 @dataclass(frozen=True)
 class HopperBackward:
-    """How Hopper's own backward is launched: two warpgroups own 64 keys each."""
+    """How Hopper's own backward is launched: two warpgroups own WARPGROUP_ROWS keys each."""
 
     q_tile_size: int  # rows of a query tile
     num_stages: int  # query tiles in shared memory
@@ -146,7 +151,7 @@ class HopperBackward:
     dS_stages: int = 2  # of what the two hand over
     dq_stages: int = 2  # of what is added to dQ
 
-    k_tile_size: ClassVar[int] = 128
+    k_tile_size: ClassVar[int] = 2 * WARPGROUP_ROWS
 
     def constants(self) -> dict[str, Any]:
         return {

@@ -16,8 +16,9 @@ from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.kernels.hopper.primitives import ROWS
 from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, per_query, store_tile
+from cs336_systems.kernels.tiles import STEP_COLUMNS
 
-PARTS = gl.constexpr(16)  # columns of the split L and delta: what one step of a product takes
+PARTS = gl.constexpr(STEP_COLUMNS)  # columns of the split L and delta
 
 
 @triton.jit

@@ -5,10 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from cs336_systems.kernels.tiles import WARPGROUP_ROWS
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
-ROWS = gl.constexpr(64)  # of the accumulators of one warpgroup: what a wgmma instruction takes
+ROWS = gl.constexpr(WARPGROUP_ROWS)
 
 
 @aggregate
