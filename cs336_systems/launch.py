@@ -219,7 +219,7 @@ def over_keys(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class LaunchedKernel:
     """How a kernel is launched."""
 
     function: Callable[[], Any]
@@ -231,7 +231,7 @@ class Kernel:
 
 
 def launch_kernel(
-    kernel: Kernel, tile: Launchable, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
 ) -> None:
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
@@ -257,7 +257,7 @@ def launch_kernel(
 
 
 def _launch_first(
-    kernel: Kernel, tile: Launchable, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
+    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
 ) -> _Prepared | None:
     """As `launch_kernel`, through Triton's front end.
 
@@ -310,16 +310,16 @@ def _launch_first(
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = Kernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address))
+_FORWARD = LaunchedKernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address))
 _DQ, _DELTA = (
-    Kernel(
+    LaunchedKernel(
         lambda: backward_kernels.flash_backward_dq_kernel,
         (*_QKV, strided, _in_query_tiles, address, strided, address, address),
         flags={"WANTS_DQ": wants_dq},
     )
     for wants_dq in (True, False)
 )
-_DK_DV = Kernel(
+_DK_DV = LaunchedKernel(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
     (*_QKV, _in_query_tiles, address, address, strided, strided),
     rows=over_keys,

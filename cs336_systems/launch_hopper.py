@@ -22,7 +22,7 @@ from cs336_systems.kernels.tiles import (
     HopperForward,
     padded_head_dim,
 )
-from cs336_systems.launch import Kernel, address, launch_kernel, over_keys, strided
+from cs336_systems.launch import LaunchedKernel, address, launch_kernel, over_keys, strided
 from cs336_systems.layouts import as_4d, copyable_strides, empty_like
 
 ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
@@ -102,17 +102,17 @@ def _parts(x: Float[Tensor, "rows parts"], tile: HopperTile) -> "TensorDescripto
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.q_tile_size, x.shape[1]], layout)
 
 
-_FORWARD = Kernel(
+_FORWARD = LaunchedKernel(
     lambda: forward_kernels.flash_forward_hopper_kernel,
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
 )
-_PREPARE = Kernel(
+_PREPARE = LaunchedKernel(
     lambda: shared_kernels.flash_backward_hopper_prepare_kernel,
     (strided, strided, address, address, strided),
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
 _BACKWARD, _BACKWARD_WIDE = (
-    Kernel(
+    LaunchedKernel(
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
         rows=over_keys,
@@ -122,7 +122,7 @@ _BACKWARD, _BACKWARD_WIDE = (
         (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
     )
 )
-_FINISH = Kernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
+_FINISH = LaunchedKernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
 
 
 def launch_forward(
