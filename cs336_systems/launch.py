@@ -208,6 +208,10 @@ def _layout(x: Tensor) -> tuple[object, ...]:
     return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
 
 
+RowsOf = Callable[[tuple[Tensor, ...], Launchable], tuple[int, int]]
+"""(the kernel's tensors, its tile) -> (rows of a head that are shared out among programs, rows of one program)"""
+
+
 def over_queries(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
     """A program owns a tile of queries, the rows of the first tensor."""
     return tensors[0].shape[-2], tile.q_tile_size
@@ -224,9 +228,7 @@ class LaunchedKernel:
 
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
-    rows: Callable[[tuple[Tensor, ...], Launchable], tuple[int, int]] = (
-        over_queries  # how many, and of a program's tile
-    )
+    rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
