@@ -111,8 +111,13 @@ WARPGROUP_ROWS = 64
 STEP_COLUMNS = 16
 
 
+class _OnHopper:
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": 4}  # of the warpgroup that loads; the others' are the kernel's
+
+
 @dataclass(frozen=True)
-class HopperForward:
+class HopperForward(_OnHopper):
     """How Hopper's own forward is launched."""
 
     attenders: int  # warpgroups, of WARPGROUP_ROWS queries each
@@ -136,12 +141,9 @@ class HopperForward:
             "Q_IN_REGISTERS": self.q_in_registers,
         }
 
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": 4}  # of the warpgroup that loads; the others' are the kernel's
-
 
 @dataclass(frozen=True)
-class HopperBackward:
+class HopperBackward(_OnHopper):
     """How Hopper's own backward is launched: two warpgroups own WARPGROUP_ROWS keys each."""
 
     q_tile_size: int  # rows of a query tile
@@ -163,9 +165,6 @@ class HopperBackward:
             "dQ_STAGES": self.dq_stages,
             "REGISTERS": self.registers,
         }
-
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": 4}  # of the warpgroup that loads; the others' are the kernel's
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,14 @@ from cs336_systems.kernels.hopper.backward_shared import (
     make_queries,
     query_tiles,
 )
-from cs336_systems.kernels.hopper.primitives import LOG2_E, ROWS, operand_layout, product_layout
-from cs336_systems.kernels.primitives import assigned_tile
+from cs336_systems.kernels.hopper.primitives import (
+    ROWS,
+    make_barriers,
+    matrix_of,
+    operand_layout,
+    product_layout,
+)
+from cs336_systems.kernels.primitives import LOG2_E, assigned_tile
 
 
 @gluon.jit
@@ -55,9 +61,7 @@ def flash_backward_hopper_kernel(
     keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
     handover = make_handover(q, dS_STAGES)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [dQ_STAGES, 1, 1, Q_TILE_SIZE, D_TILE_SIZE], dq_sum.layout)
-    dS_free = gl.allocate_shared_memory(gl.int64, [dS_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(dS_STAGES):
-        mbarrier.init(dS_free.index(stage), count=1)
+    dS_free = make_barriers(dS_STAGES, 1)
     fence_async_shared()
 
     gl.warp_specialize(
@@ -119,10 +123,10 @@ def _load_and_form_dq(
         dq_i = warpgroup_mma_wait(0, deps=[dq_i])
         mbarrier.arrive(dS_free.index(step % handover.stages), count=1)
         tma.store_wait(dQ_STAGES - 1)  # this buffer has been added
-        dq_tile = dq_tiles.index(step % dQ_STAGES)
-        dq_tile.reshape([Q_TILE_SIZE, D_TILE_SIZE]).store(dq_i)
+        matrix_of(dq_tiles, step % dQ_STAGES).store(dq_i)
         fence_async_shared()
-        add_to_global(dq_sum, [batch, head, (first_tile + step) * Q_TILE_SIZE, 0], dq_tile)
+        i = (first_tile + step) * Q_TILE_SIZE
+        add_to_global(dq_sum, [batch, head, i, 0], dq_tiles.index(step % dQ_STAGES))
     tma.store_wait(0)
 
 

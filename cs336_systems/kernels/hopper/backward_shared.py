@@ -14,7 +14,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.kernels.hopper.primitives import ROWS
+from cs336_systems.kernels.hopper.primitives import ROWS, make_barriers, matrix_of
 from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, per_query, store_tile
 from cs336_systems.kernels.tiles import STEP_COLUMNS
 
@@ -142,14 +142,12 @@ class Keys:
     @gluon.jit
     def k_j(self, half: gl.constexpr):
         """K of one half, (ROWS, D)."""
-        width: gl.constexpr = self.k_tiles.shape[4]
-        return self.k_tiles.index(half).reshape([ROWS, width])
+        return matrix_of(self.k_tiles, half)
 
     @gluon.jit
     def v_j(self, half: gl.constexpr):
         """V of one half, (ROWS, D)."""
-        width: gl.constexpr = self.v_tiles.shape[4]
-        return self.v_tiles.index(half).reshape([ROWS, width])
+        return matrix_of(self.v_tiles, half)
 
     @gluon.jit
     def store(self, half: gl.constexpr, x, gradient, batch, head, j):
@@ -228,16 +226,12 @@ class Queries:
     @gluon.jit
     def q_i(self, step):
         """Q, (Q_TILE_SIZE, D)."""
-        rows: gl.constexpr = self.q_tiles.shape[3]
-        width: gl.constexpr = self.q_tiles.shape[4]
-        return self.q_tiles.index(step % self.stages).reshape([rows, width])
+        return matrix_of(self.q_tiles, step % self.stages)
 
     @gluon.jit
     def dO_i(self, step):
         """dO, (Q_TILE_SIZE, D)."""
-        rows: gl.constexpr = self.dO_tiles.shape[3]
-        width: gl.constexpr = self.dO_tiles.shape[4]
-        return self.dO_tiles.index(step % self.stages).reshape([rows, width])
+        return matrix_of(self.dO_tiles, step % self.stages)
 
     @gluon.jit
     def scores(self, step, k_j, weights, zeros):
@@ -261,10 +255,7 @@ def make_queries(q, dO, parts, stages: gl.constexpr):
     q_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], q.layout)
     dO_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], dO.layout)
     part_tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, block[2], PARTS], parts.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(filled.index(stage), count=1)
-    return Queries(q_tiles, dO_tiles, part_tiles, filled, stages)
+    return Queries(q_tiles, dO_tiles, part_tiles, make_barriers(stages, 1), stages)
 
 
 @aggregate
@@ -304,10 +295,7 @@ def make_handover(q, stages: gl.constexpr):
     """Room for tiles of as many queries as those of the descriptor q."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, ROWS, q.block_type.shape[2]], layout)
-    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(filled.index(stage), count=2)
-    return Handover(tiles, filled, stages)
+    return Handover(tiles, make_barriers(stages, 2), stages)
 
 
 @gluon.jit

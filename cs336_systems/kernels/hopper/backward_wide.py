@@ -25,8 +25,14 @@ from cs336_systems.kernels.hopper.backward_shared import (
     make_queries,
     query_tiles,
 )
-from cs336_systems.kernels.hopper.primitives import LOG2_E, ROWS, operand_layout, product_layout
-from cs336_systems.kernels.primitives import assigned_tile
+from cs336_systems.kernels.hopper.primitives import (
+    ROWS,
+    make_barriers,
+    matrix_of,
+    operand_layout,
+    product_layout,
+)
+from cs336_systems.kernels.primitives import LOG2_E, assigned_tile
 
 
 @gluon.jit
@@ -49,9 +55,7 @@ def flash_backward_hopper_wide_kernel(
     keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
     handover = make_handover(q, 2)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, Q_TILE_SIZE, D_TILE_SIZE // 2], dq_sum.layout)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(free.index(stage), count=2)
+    free = make_barriers(STAGES, 2)
     fence_async_shared()
 
     gl.warp_specialize(
@@ -158,8 +162,7 @@ def _step(
     dk_j, dv_j, dq_i = warpgroup_mma_wait(0, deps=[dk_next, dv_next, dq_i])
     mbarrier.arrive(free.index(step % queries.stages), count=1)
     tma.store_wait(0)  # the buffer has been added
-    dq_tile = dq_tiles.index(W)
-    dq_tile.reshape([Q_TILE_SIZE, HALF]).store(dq_i)
+    matrix_of(dq_tiles, W).store(dq_i)
     fence_async_shared()
-    add_to_global(dq_sum, [batch, head, i, W * HALF], dq_tile)
+    add_to_global(dq_sum, [batch, head, i, W * HALF], dq_tiles.index(W))
     return dk_j, dv_j

@@ -8,10 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from cs336_systems.kernels.hopper.primitives import (
-    LN_2,
-    LOG2_E,
     ROWS,
     make_ring,
+    matrix_of,
     operand_layout,
     pass_turn,
     product_layout,
@@ -19,7 +18,7 @@ from cs336_systems.kernels.hopper.primitives import (
     row_sums_in_parts,
     wait_for_turn,
 )
-from cs336_systems.kernels.primitives import assigned_tile, per_query, visible
+from cs336_systems.kernels.primitives import LN_2, LOG2_E, assigned_tile, per_query, visible
 
 
 @gluon.jit
@@ -162,10 +161,11 @@ def _attend(
     l_i = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, S_LAYOUT))
     divisor = gl.convert_layout(gl.where(l_i == 0.0, 1.0, l_i), gl.SliceLayout(1, O_LAYOUT))
     o_i = o_i / divisor[:, None]  # line 15; l = 0 where all scores are -inf
-    o_tile = o_tiles.index(W)
-    o_tile.reshape([ROWS, D_TILE_SIZE]).store(o_i.to(o.dtype))
+    matrix_of(o_tiles, W).store(o_i.to(o.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o, [batch, head, i, 0], o_tile)  # line 17; rows past n_queries are left out
+    tma.async_copy_shared_to_global(
+        o, [batch, head, i, 0], o_tiles.index(W)
+    )  # line 17; rows past n_queries are left out
     gl.store(L + queries, (m + gl.log2(l_i)) * LN_2, mask=queries < n_queries)  # lines 16 and 18
     tma.store_wait(0)
 

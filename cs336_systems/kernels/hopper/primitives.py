@@ -7,9 +7,6 @@ from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.kernels.tiles import WARPGROUP_ROWS
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-
 ROWS = gl.constexpr(WARPGROUP_ROWS)
 
 
@@ -45,11 +42,9 @@ class Ring:
     @gluon.jit
     def get(self, i):
         """The buffer of use i, as a matrix, once it is filled."""
-        rows: gl.constexpr = self.buffers.shape[3]
-        width: gl.constexpr = self.buffers.shape[4]
         stage = i % self.stages
         mbarrier.wait(self.filled.index(stage), i // self.stages & 1)
-        return self.buffers.index(stage).reshape([rows, width])
+        return matrix_of(self.buffers, stage)
 
     @gluon.jit
     def release(self, i):
@@ -62,12 +57,24 @@ def make_ring(x, stages: gl.constexpr, readers: gl.constexpr):
     """A ring for tiles of the descriptor x, each of them read by `readers` warpgroups."""
     block: gl.constexpr = x.block_type.shape
     buffers = gl.allocate_shared_memory(x.dtype, [stages, 1, 1, block[2], block[3]], x.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    return Ring(buffers, make_barriers(stages, 1), make_barriers(stages, readers), stages)
+
+
+@gluon.jit
+def make_barriers(stages: gl.constexpr, arrivals: gl.constexpr):
+    """(stages, 1): barriers that complete a phase with so many arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=readers)
-    return Ring(buffers, filled, free, stages)
+        mbarrier.init(barriers.index(stage), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def matrix_of(buffers, index):
+    """One of the buffers (…, 1, 1, rows, columns), as the copy engine takes them, as a matrix (rows, columns)."""
+    rows: gl.constexpr = buffers.shape[3]
+    columns: gl.constexpr = buffers.shape[4]
+    return buffers.index(index).reshape([rows, columns])
 
 
 @gluon.constexpr_function
