@@ -30,7 +30,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.model import ModelRow
 from cs336_systems.bench.record import Record, Row, read_rows
-from cs336_systems.bench.report import STEADY, comparison, environments, is_steady, ladders, passes
+from cs336_systems.bench.report import STEADY, comparison, environments, is_steady, ladders, passes, status_cell
 from cs336_systems.bench.tuning import TrialRow, ranked
 from cs336_systems.bench.workload import DTYPES, MIB, PASSES, WORKING_SCORE_MATRICES, AttentionShape
 from cs336_systems.ladder import LADDER
@@ -326,7 +326,7 @@ def measured(value: Any) -> Any:
 def cell(row: Record, field: str = "median_ms", form: str = "{:.3f}", unit: float = 1) -> str:
     """A figure as it stands in a table, ~ before a time that may not repeat, or why there is none."""
     if row.status != "ok":
-        return {"oom": "OOM"}.get(row.status, row.status)
+        return status_cell(row)
     return ("" if field != "median_ms" or is_steady(row) else "~") + form.format(figure(row, field) / unit)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cs336_systems.bench.model import MODEL_PASSES, SIZES, ModelRow
-from cs336_systems.bench.report import Table, environments, messages
+from cs336_systems.bench.report import Table, environments, messages, status_cell
 
 GIB = 1024  # MiB
 
@@ -65,7 +65,7 @@ def _where(row: ModelRow) -> str:
 def _median(row: ModelRow | None) -> str:
     if row is None or row.status == "ok":
         return _cell(row, "median_ms", "{:.2f}")
-    return {"oom": "OOM"}.get(row.status, row.status)
+    return status_cell(row)
 
 
 def _cell(row: ModelRow | None, field: str, form: str, unit: float = 1) -> str:

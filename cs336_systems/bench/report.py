@@ -179,11 +179,14 @@ def _measured(names: Sequence[str], rows: Iterable[Row]) -> list[str]:
 
 def time_cell(row: Record | None) -> str:
     """A row's time, ~ before one that may not repeat, or why there is none."""
-    if row is None:
-        return "-"
-    if row.status != "ok":
-        return {"oom": "OOM"}.get(row.status, row.status)
+    if row is None or row.status != "ok":
+        return status_cell(row)
     return ("" if is_steady(row) else "~") + _fixed(row.median_ms, 3)
+
+
+def status_cell(row: Record | None) -> str:
+    """What stands in a table where a row has no figure."""
+    return "-" if row is None else {"oom": "OOM"}.get(row.status, row.status)
 
 
 def _memory(row: Row | None) -> tuple[str, str]:
