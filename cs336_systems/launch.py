@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
 from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Launchable, Tile, Tiles, padded_head_dim, pick_tiles
-from cs336_systems.layouts import as_4d, copyable_strides, empty_like
+from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
 
 try:
     import triton
@@ -330,7 +330,7 @@ _DK_DV = LaunchedKernel(
 
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
-    o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    o, L = empty_outputs(q)
     launch_kernel(_FORWARD, tile or tiles_for(q).forward, is_causal, (q, k, v), (o, L))
     return o, L
 

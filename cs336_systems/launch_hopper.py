@@ -23,7 +23,7 @@ from cs336_systems.kernels.tiles import (
     padded_head_dim,
 )
 from cs336_systems.launch import LaunchedKernel, address, launch_kernel, over_keys, strided
-from cs336_systems.layouts import as_4d, copyable_strides, empty_like
+from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
 
 ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
 
@@ -129,7 +129,7 @@ def launch_forward(
     q: Queries, k: Keys, v: Keys, is_causal: bool, tile: HopperForward | None = None
 ) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
-    o, L = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    o, L = empty_outputs(q)
     tile = tile or HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
     q, k, v = map(_copyable, (q, k, v))
     launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.inputs import PerQuery, Queries
+
 
 def as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
     """A view of x with its leading dimensions as batch and heads."""
@@ -36,6 +38,11 @@ def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
 def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
     return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
+
+
+def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
+    """Uninitialised o and L (float32) for the queries q."""
+    return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def copyable_strides(x: Float[Tensor, "... n d"]) -> list[int] | None:
