@@ -9,6 +9,7 @@ import torch
 from cs336_systems.attention import ATTENTION
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 
+from .layouts import negative_view
 from .machine import (
     DEVICE,
     both_causal,
@@ -17,7 +18,7 @@ from .machine import (
     needs_triton,
     skip_if,
 )
-from .reference import Case, assert_within_budget, run_attention
+from .reference import Case, Inputs, assert_within_budget, run_attention
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -99,6 +100,20 @@ def test_dense_backward(dtype, is_causal):
     torch.compiler.reset()
     inputs = Case((2,), 33, 50, 16).draw(dtype, DEVICE)
     assert_within_budget(run_attention(FlashAttention2TritonDenseBackward.apply, inputs, is_causal), inputs, is_causal)
+
+
+@needs_triton
+def test_dense_backward_of_a_gradient_that_is_a_negative_view():
+    """torch.compile overlooks the bit that says so; and all five arguments get their gradient, or none."""
+    skip_if(compile_missing_reason())
+    torch.compiler.reset()
+    q, k, v, dO = Case((2,), 33, 50, 16).draw(FLOAT32, DEVICE)
+    inputs = Inputs(q, k, v, negative_view(dO))
+
+    def attention(q, k, v, is_causal):
+        return FlashAttention2TritonDenseBackward.apply(q, k, v, is_causal, False)
+
+    assert_within_budget(run_attention(attention, inputs, True), inputs, True)
 
 
 @needs_gpu

@@ -114,6 +114,14 @@ def test_whoever_looks_on_sees_opaque_ops():
     assert result.dk is not None and result.dk.shape == inputs.k.shape and isinstance(result.o, FakeTensor)
 
 
+@needs_triton
+def test_a_gradient_of_q_that_nobody_wants_takes_no_room():
+    q, k, v, dO = CASE.draw(torch.float32, DEVICE)
+    o, L = launch.launch_forward(q, k, v, True)
+    dq, L_base, delta = launch.launch_dq(q, k, v, o, dO, L, True, wants_dq=False)
+    assert dq.numel() == 0 and L_base.shape == delta.shape == L.shape
+
+
 def test_any_tensor_that_is_not_plain_is_looked_on_by_somebody():
     """Not only q: a launch would ask a subclass, a fake or a meta tensor for an address that it has not."""
 
