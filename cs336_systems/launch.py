@@ -2,7 +2,7 @@
 
 The way of a call: `launch_forward` and its like -> `launch_kernel` -> the kernel. The first launch for tensors of one
 layout goes through Triton's own front end, which looks at every argument, compiles the kernel or finds it compiled, and
-takes some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `_Prepared` behind, and
+takes some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `Prepared` behind, and
 later launches for that layout only fill in addresses.
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,8 +36,12 @@ except ModuleNotFoundError as error:
 
 MAX_PROGRAMS = 2**31 - 1
 
-# What `_Prepared` and the Hopper kernels use of Triton is in part undocumented or private: not used in other versions.
-TESTED_TRITON = triton is not None and triton.__version__.startswith("3.6.")
+# What `prepared` and the Hopper kernels use of Triton is in part undocumented or private: not used in other versions.
+TRITON_VERSION = "" if triton is None else triton.__version__
+TESTED_TRITON = TRITON_VERSION.startswith("3.6.")
+
+if TESTED_TRITON:
+    from cs336_systems.prepared import Prepared, prepared
 
 _interpreter = Lock()
 
@@ -144,7 +148,7 @@ def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "Tenso
     if strides is None:
         return strided(x, tile)
     x = as_4d(x)
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), list(strides), [1, 1, tile_size, padded_head_dim(x.shape[-1])])
 
 
 def address(x: Tensor, tile: object) -> Tensor:
@@ -166,41 +170,8 @@ def _input_precision(x: Tensor) -> str:
     return "bf16x6" if torch.backends.cuda.matmul.fp32_precision in ("none", "ieee") else "tf32"
 
 
-class _Described(NamedTuple):
-    """A TensorDescriptor whose shape and strides were checked before."""
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    padding: str
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A kernel compiled for tensors of one layout, and all that a launch takes but their addresses."""
-
-    compiled: Any
-    grid: tuple[int, int, int]
-    at: tuple[Callable[[Tensor], Any], ...]  # for each tensor: one of its layout -> the kernel's argument
-    constants: tuple[Any, ...]
-
-    def launch(self, *tensors: Tensor) -> None:
-        self.compiled[self.grid](*[at(x) for at, x in zip(self.at, tensors, strict=True)], *self.constants)
-
-
-_prepared: dict[tuple[object, ...], _Prepared] = {}
+_prepared: dict[tuple[object, ...], "Prepared"] = {}
 MOST_PREPARED = 4096  # after which all are forgotten: lengths may never repeat
-
-
-def _like(argument: Any) -> Callable[[Tensor], Any]:
-    """What makes the argument that `argument` was, for another tensor of the same layout."""
-    if hasattr(argument, "block_shape"):  # a descriptor, Triton's or Gluon's
-        shape, strides, padding = argument.shape, argument.strides, argument.padding
-        return lambda x: _Described(x, shape, strides, padding)
-    if isinstance(argument, Strided):
-        steps = argument[1:]
-        return lambda x: Strided(x, *steps)
-    return lambda x: x
 
 
 def _layout(x: Tensor) -> tuple[object, ...]:
@@ -245,26 +216,28 @@ def launch_kernel(
     key = (kernel, tile, is_causal, precision, *map(_layout, inputs), *[x.stride() for x in outputs])
     # The interpreter keeps the number of the program that it runs in one global variable.
     with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
-        prepared = _prepared.get(key)
-        if prepared is not None:
-            prepared.launch(*inputs, *outputs)
+        known = _prepared.get(key)
+        if known is not None:
+            known.launch(*inputs, *outputs)
+            compiled = known.compiled
         else:
-            prepared = _launch_first(kernel, tile, is_causal, precision, (*inputs, *outputs))
-            if prepared is not None and TESTED_TRITON:
+            compiled, later = _launch_first(kernel, tile, is_causal, precision, (*inputs, *outputs))
+            if later is not None:
                 if len(_prepared) >= MOST_PREPARED:
                     _prepared.clear()
-                _prepared[key] = prepared
-    if _launched is not None and prepared is not None:
-        _launched.append(prepared.compiled)
+                _prepared[key] = later
+    if _launched is not None and compiled is not None:
+        _launched.append(compiled)
 
 
 def _launch_first(
     kernel: LaunchedKernel, tile: Launchable, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
-) -> _Prepared | None:
+) -> "tuple[Any, Prepared | None]":
     """As `launch_kernel`, through Triton's front end.
 
     Returns:
-        What further launches for tensors of the same layout take; None where nothing was compiled.
+        What Triton compiled, None where there was nothing to do or in the interpreter; and what further launches for
+        tensors of the same layout take, None where they have to go the same way.
     """
     q, k = tensors[:2]
     n_rows, tile_size = kernel.rows(tensors, tile)
@@ -275,7 +248,7 @@ def _launch_first(
             f"{n_batch_heads} heads of {n_rows} rows take {n_programs} programs; a launch has at most {MAX_PROGRAMS}"
         )
     if n_programs == 0:
-        return None
+        return None, None
     is_half = q.dtype.itemsize == 2
     values = {
         "n_heads": q.shape[-3] if q.ndim > 2 else 1,
@@ -302,9 +275,9 @@ def _launch_first(
         enable_fp_fusion=is_half,
         **tile.options(),
     )
-    if compiled is None:
-        return None
-    return _Prepared(compiled, (n_programs, 1, 1), tuple(map(_like, arguments)), tuple(constants))
+    if compiled is None or not TESTED_TRITON:
+        return compiled, None
+    return compiled, prepared(compiled, n_programs, q.device, arguments, constants)
 
 
 # A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold

@@ -1,11 +1,13 @@
 """As `launch`, for the kernels that run on Hopper alone: where they apply, and how they are launched.
 
 They apply to 16-bit tensors of head dims 40 to 128, multiples of 8, on a GPU of compute capability 9.0, in the versions
-of Triton that they were tested with. Until they have run on one, CS336_HOPPER=1 has to ask for them.
+of Triton that they were tested with. The environment variable CS336_HOPPER=0 turns them off, as hopper=False of
+`FlashAttention2Triton.apply` does for a single call.
 """
 
 import math
 import os
+import warnings
 from functools import lru_cache
 
 import torch
@@ -25,7 +27,10 @@ from cs336_systems.kernels.tiles import (
 from cs336_systems.launch import LaunchedKernel, address, launch_kernel, over_keys, strided
 from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
 
-ASKED_FOR = os.environ.get("CS336_HOPPER") == "1"
+SWITCH = os.environ.get("CS336_HOPPER", "1")
+if SWITCH not in ("0", "1"):
+    raise ValueError(f"the environment variable CS336_HOPPER is {SWITCH!r}; allowed: 0, 1")
+TURNED_ON = SWITCH == "1"
 
 if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels use of it is private
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -46,7 +51,7 @@ def applies(q: Queries, k: Keys) -> bool:
         q, k: as the launches take them.
     """
     return (
-        ASKED_FOR
+        TURNED_ON
         and q.numel() > 0
         and k.numel() > 0
         and suits(q.device, q.dtype, q.shape[-1])
@@ -56,16 +61,25 @@ def applies(q: Queries, k: Keys) -> bool:
 
 @lru_cache
 def suits(device: torch.device, dtype: torch.dtype, d: int) -> bool:
-    """Whether Hopper's own kernels can run there, and compute in that dtype and head dim."""
-    return (
-        launch.TESTED_TRITON
-        and not launch.is_interpreted()
+    """Whether Hopper's own kernels can run there, and compute in that dtype and head dim.
+
+    Warns, once for each of these, where they could but for the version of Triton.
+    """
+    could = (
+        not launch.is_interpreted()
         and device.type == "cuda"
         and launch.gpu_of(device).capability == (9, 0)
         and dtype.itemsize == 2
         and padded_head_dim(d) in HOPPER_OWN
         and d % 8 == 0  # or rows do not begin at multiples of 16 bytes
     )
+    if could and not launch.TESTED_TRITON:
+        warnings.warn(
+            f"the faster kernels for Hopper were tested with Triton 3.6, and here is {launch.TRITON_VERSION}: "
+            "the portable ones are used",
+            stacklevel=2,
+        )
+    return could and launch.TESTED_TRITON
 
 
 def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
@@ -78,7 +92,7 @@ def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorD
     strides, x = copyable_strides(x), as_4d(x)
     assert strides is not None
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], layout)
+    return TensorDescriptor(x, list(x.shape), list(strides), [1, 1, rows, columns], layout)
 
 
 def _in_rows(x: Float[Tensor, "... n d"], tile: HopperTile) -> "TensorDescriptor":

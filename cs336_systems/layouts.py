@@ -1,6 +1,7 @@
 """How tensors lie in memory, as far as the kernels care: as batch, heads, rows and columns, with any strides."""
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -45,16 +46,24 @@ def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
     return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def copyable_strides(x: Float[Tensor, "... n d"]) -> list[int] | None:
+def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
     """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
 
     It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
     """
-    elements_in_16_bytes = 16 // x.element_size()
-    x_4d = as_4d(x)
+    x = as_4d(x)
+    return _copyable_strides(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
+
+
+@lru_cache(maxsize=4096)
+def _copyable_strides(
+    shape: torch.Size, strides: tuple[int, ...], past_16_bytes: int, element_size: int
+) -> tuple[int, ...] | None:
+    """As `copyable_strides`, by the layout of x alone: every call of Hopper's kernels asks for all of its tensors."""
+    elements_in_16_bytes = 16 // element_size
     steps = [
         step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
-        for step, size in zip(x_4d.stride()[:-1], x_4d.shape[:-1], strict=True)
+        for step, size in zip(strides[:-1], shape[:-1], strict=True)
     ]
-    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
-    return [*steps, 1] if aligned and x.stride(-1) == 1 and x.numel() > 0 else None
+    aligned = past_16_bytes == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
+    return (*steps, 1) if aligned and strides[-1] == 1 and 0 not in shape else None

@@ -413,7 +413,7 @@ def test_memory_limit_is_kept():
     code = (
         "import torch; from cs336_systems.bench.measure import limit_memory\n"
         "limit_memory(torch.device('cuda'), 1)\n"
-        "torch.empty(2**29, dtype=torch.uint8, device='cuda')\n"
+        "kept = torch.empty(2**29, dtype=torch.uint8, device='cuda')\n"
         "try: torch.empty(2**30, dtype=torch.uint8, device='cuda')\n"
         "except torch.OutOfMemoryError: print('limited')"
     )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from .layouts import LAYOUTS, column_major, slice_of_fused, transposed
 from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
-from .reference import TENSORS, Case, Inputs, assert_within_budget, run_attention
+from .reference import TENSORS, Case, Inputs, assert_within_budget, largest_error, run_attention
 
 STRIDED = Case((2, 16), 513, 513, 64) if NATIVE else Case((2, 3), 37, 37, 16)
 
@@ -143,15 +143,24 @@ def test_offsets_past_32_bits(flash, case, dim, step):
 
 
 @needs_gpu
-def test_more_than_two_to_the_31_elements():
-    """4,160 heads of 8192 x 64 are 2.2e9 elements: the last head is what it is alone, forward and backward."""
+@pytest.mark.parametrize("hopper", [True, False])
+def test_more_than_two_to_the_31_elements(hopper):
+    """4,160 heads of 8192 x 64 are 2.2e9 elements: the last head is what it is alone, forward and backward.
+
+    But for the order in which Hopper's own kernels add up dq.
+    """
     case = Case((65, 64), 8192, 8192, 64)
     needed = 10 * 65 * 64 * 8192 * 64 * 2
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
     shape = (*case.leading, case.n_queries, case.d)
     inputs = Inputs(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)))
-    everything = run_attention(flash_function("triton"), inputs, True)
-    alone = run_attention(flash_function("triton"), Inputs(*(x[-1, -1].clone() for x in inputs)), True)
+
+    def attention(q, k, v, is_causal):
+        return flash_function("triton")(q, k, v, is_causal, hopper)
+
+    everything = run_attention(attention, inputs, True)
+    alone = run_attention(attention, Inputs(*(x[-1, -1].clone() for x in inputs)), True)
     for name in TENSORS:
-        assert torch.equal(getattr(everything, name)[-1, -1], getattr(alone, name)), name
+        last, one = getattr(everything, name)[-1, -1], getattr(alone, name)
+        assert torch.equal(last, one) or (hopper and name == "dq" and largest_error(last, one) < 2e-2 * one.abs().max())

@@ -1,6 +1,9 @@
 """Hopper's own kernels: right where they apply, and never used where they do not."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,8 +23,8 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], i
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setattr(launch_hopper, "ASKED_FOR", True)
+def turned_on(monkeypatch):
+    monkeypatch.setattr(launch_hopper, "TURNED_ON", True)
 
 
 @pytest.fixture
@@ -62,6 +65,8 @@ def test_does_not_suit_elsewhere(on_hopper, reason):
         on_hopper.setattr(launch, "is_interpreted", lambda: True)
     elif reason == "other Triton":
         on_hopper.setattr(launch, "TESTED_TRITON", False)
+        with pytest.warns(UserWarning, match=r"tested with Triton 3\.6, and here is .*: the portable ones are used"):
+            assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
     else:
         capability = {"Ada": (8, 9), "Blackwell": (10, 0)}[reason]
         on_hopper.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 227 * KIB))
@@ -77,7 +82,7 @@ def test_applies(monkeypatch):
         assert not launch_hopper.applies(q, q), "these are for the portable kernels"
     monkeypatch.setattr(launch_hopper, "suits", lambda *_: False)
     assert not launch_hopper.applies(q, q)
-    monkeypatch.setattr(launch_hopper, "ASKED_FOR", False)
+    monkeypatch.setattr(launch_hopper, "TURNED_ON", False)
     monkeypatch.setattr(launch_hopper, "suits", lambda *_: True)
     assert not launch_hopper.applies(q, q)
 
@@ -123,38 +128,36 @@ def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
     assert used == own and len(gradients) == len(wanted)
 
 
-def hiding(dtype):
-    """What `_hiding` of the kernels says, for a dtype of PyTorch."""
-    from cs336_systems.kernels.hopper.backward_shared import _hiding, tl
-
-    return _hiding(tl.float16 if dtype == torch.float16 else tl.bfloat16)
-
-
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if NATIVE else [])])
 def test_parts_add_up(dtype):
-    """L and delta, split into three numbers of a half type, keep float32's precision whatever their size."""
+    """L and delta, split into numbers of a half type, keep float32's precision whatever their size."""
     if not launch.TESTED_TRITON:
         pytest.skip("the kernels are for Triton 3.6")
+    from cs336_systems.kernels.hopper.backward_shared import _hiding, tl
+
     device = CUDA if NATIVE else torch.device("cpu")
     n, d = 70, 64
     tile = HOPPER_OWN[64][1]
     L = torch.linspace(-12, 12, n, device=device).exp() * torch.tensor([1.0, -1.0], device=device).repeat(n // 2)
     L[3] = -math.inf
-    L[4:6] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
+    L[4:6] = torch.tensor([1.2e9, -1.2e9])
+    L[6:8] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
     o, dO = torch.randn(2, n, d, device=device).to(dtype)
     parts, dq_sum = launch_hopper.prepare(o, dO, L, tile)
-    weights = torch.zeros(16, dtype=torch.float64, device=device)
-    weights[:3] = torch.tensor([1.0] * 3 if dtype == torch.bfloat16 else [2.0**15, 2.0**4, 2.0**-6])
-    assert (parts.view(2, -1, 2, tile.q_tile_size, 16)[:, :, 0, :, 15] >= 1).all(), "what hides keys past the last"
-    got_L, got_delta = (parts.double().view(-1, 2, tile.q_tile_size, 16) * weights).sum(-1).transpose(0, 1).flatten(1)
+    counting = [1.0] * 3 if dtype == torch.bfloat16 else [2.0**15] * 6 + [2.0**4, 2.0**-6]
+    weights = torch.tensor(counting + [0.0] * (16 - len(counting)), dtype=torch.float64, device=device)
+    parts = parts.double().view(-1, 2, tile.q_tile_size, 16).transpose(0, 1).flatten(1, 2)
+    got_L, got_delta = parts @ weights
     expected = -L.double() * d**0.5
-    finite = expected.abs() < 1e9
-    assert ((got_L[:n] - expected)[finite].abs() <= 2.0**-23 * expected[finite].abs() + 2.0**-30).all()
-    assert (got_L[n:] < -9e8).all() and got_L[3] < -9e8, "where nothing is seen P is 0"
-    assert got_L[4] < -1e9 and got_L[5] > 1e9 and got_L.isfinite().all()
-    part, weight = hiding(dtype)
-    assert ((got_L + part * weight) < -1e8).all(), "keys past the last are hidden from every query"
+    small = expected.abs() < 2**24
+    assert ((got_L[:n] - expected)[small].abs() <= 2.0**-23 * expected[small].abs() + 2.0**-30).all()
+    assert (got_L[4:6] - expected[4:6]).abs().max() < 2e-6 * 1e10 and (got_L[4:6] < expected[4:6]).all(), "rounded up"
+    assert (got_L[n:] < -9e9).all() and got_L[3] < -9e9, "where nothing is seen P is 0"
+    assert got_L[6] < -1e10 and got_L[7] > 1e10 and got_L.isfinite().all()
+    part, weight = _hiding(tl.float16 if dtype == torch.float16 else tl.bfloat16)
+    assert (parts[0, :, len(counting) :] == part).all(), "what hides keys past the last"
+    assert ((got_L + (16 - len(counting)) * part * weight) < -1e9).all(), "from every query"
     delta = -(o.double() * dO.double()).sum(-1)
     assert (got_delta[:n] - delta).abs().max() < 1e-5 and not got_delta[n:].any()
     assert not dq_sum.any()
@@ -175,6 +178,16 @@ def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkey
     assert all(layouts.copyable_strides(x) for x in seen[2][:4])
     for got, like in zip((o, *gradients), (q, q, k, v), strict=True):
         assert got.stride() == layouts.empty_like(like).stride() and layouts.copyable_strides(got)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("0", "False"), ("1", "True"), ("yes", "CS336_HOPPER is 'yes'; allowed: 0, 1")]
+)
+def test_the_environment_turns_them_on_and_off(value, said):
+    code = "from cs336_systems import launch_hopper; print(launch_hopper.TURNED_ON)"
+    environment = os.environ | {"CS336_HOPPER": value}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert said in done.stdout + done.stderr and (done.returncode == 0) == (value != "yes")
 
 
 def test_hopper_is_true_or_false():

@@ -20,45 +20,80 @@ pytestmark = needs_triton
 
 
 class FakeKernel:
-    """Stands in for a kernel and for what Triton compiles of it, and records how each is called."""
+    """Stands in for a kernel, for what Triton compiles of it and for the launcher in C, and records each launch."""
 
     def __init__(self, like: Any) -> None:
         self.arg_names = like.arg_names
         self.calls: list[tuple[Any, ...]] = []
+        self.observed: list[tuple[Any, ...]] = []  # metadata and the hooks of each launch in C
+        self.scratch = 0
+        self.encodes = True
 
     def __getitem__(self, grid):
         def launched(*arguments, **options):
-            self.calls.append(("front end", *grid, *map(plain, arguments)))
-            return self.compiled
+            self.calls.append(("front end", *grid, *flat(arguments)))
+            return self.compiled(sum(hasattr(x, "base") for x in arguments))
 
         return launched
 
-    @property
-    def compiled(self):
-        def of(grid):
-            return lambda *arguments: self.calls.append(("compiled", *grid, *map(plain, arguments)))
+    def compiled(self, n_descriptors: int) -> Any:
+        def launcher(*arguments):
+            blocks, _, _, stream, function, *_ = arguments
+            assert (stream, function) == ("stream", "function")
+            self.observed.append(arguments[10:13])
+            self.calls.append(("in C", blocks, *arguments[13:]))
 
-        return type("Compiled", (), {"__getitem__": staticmethod(of)})()
+        def wrapped(*arguments):
+            launcher(*arguments)
+
+        run = SimpleNamespace(
+            launch=wrapped, global_scratch_size=self.scratch, profile_scratch_size=0, launch_pdl=False
+        )
+        return SimpleNamespace(
+            run=run,
+            function="function",
+            packed_metadata=(4, 1, 0),
+            launch_metadata=lambda grid, stream: (grid, stream),
+            metadata=SimpleNamespace(tensordesc_meta=[{}] * n_descriptors if self.encodes else None),
+        )
 
 
-def plain(argument: Any) -> Any:
-    """An argument with addresses in place of tensors, as the kernel sees it."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    if hasattr(argument, "base"):  # a descriptor
-        return plain(argument.base), tuple(argument.shape), tuple(argument.strides), argument.padding
-    return tuple(map(plain, argument)) if isinstance(argument, tuple) else argument
+def flat(arguments: tuple[Any, ...]) -> list[Any]:
+    """Arguments of the front end as the launcher in C takes them: addresses, and descriptors encoded and spread out."""
+    spread = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            spread.append(argument.data_ptr())
+        elif hasattr(argument, "base"):
+            spread.extend(encoded(argument))
+        elif isinstance(argument, tuple):
+            spread.append((argument[0].data_ptr(), *argument[1:]))
+        else:
+            spread.append(argument)
+    return spread
+
+
+def encoded(descriptor: Any, encoding: Any = None) -> list[Any]:
+    """In place of the driver's encoding: what it would be made of."""
+    shape, strides = tuple(descriptor.shape), tuple(descriptor.strides)
+    return [(descriptor.base.data_ptr(), shape, strides, descriptor.padding), *shape, *strides]
 
 
 @pytest.fixture
 def kernel(monkeypatch) -> FakeKernel:
     """In place of the forward kernel, on a GPU that is not there, with nothing prepared."""
+    if not launch.TESTED_TRITON:
+        pytest.skip("launches are prepared for Triton 3.6")
+    from cs336_systems import prepared
+
     fake = FakeKernel(launch.forward_kernels.flash_forward_kernel)
     monkeypatch.setattr(launch, "forward_kernels", SimpleNamespace(flash_forward_kernel=fake))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    monkeypatch.setattr(launch, "TESTED_TRITON", True)
     monkeypatch.setattr(launch, "_prepared", {})
+    monkeypatch.setattr(prepared, "make_tensordesc_arg", encoded)
+    active = SimpleNamespace(get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=active))
     return fake
 
 
@@ -76,14 +111,14 @@ def test_a_second_launch_takes_the_addresses_of_its_own_tensors(kernel, leading,
     launch._prepared.clear()
     results.append(launch.launch_forward(*second, True, TILE))
     (how_1, *_), (how_2, blocks, *after), (how_3, n, *expected) = kernel.calls
-    assert (how_1, how_2, how_3) == ("front end", "compiled", "front end")
-    assert (blocks, *after[:2]) == (n, 1, 1)
+    assert (how_1, how_2, how_3) == ("front end", "in C", "front end")
+    assert blocks == n
     renamed = {x.data_ptr(): y.data_ptr() for x, y in zip(results[2], results[1], strict=True)}
 
     def with_outputs_of_the_second(value):
         return tuple(map(with_outputs_of_the_second, value)) if isinstance(value, tuple) else renamed.get(value, value)
 
-    assert tuple(after[2:]) == with_outputs_of_the_second(tuple(expected))
+    assert tuple(after) == with_outputs_of_the_second(tuple(expected))
 
 
 def test_outputs_of_other_strides_go_through_the_front_end(kernel):
@@ -91,7 +126,7 @@ def test_outputs_of_other_strides_go_through_the_front_end(kernel):
     q, k, v = drawn()
     for o in (torch.empty_like(q), q.new_empty(2, 3, 16, 40).mT, torch.empty_like(q)):
         launch.launch_kernel(launch._FORWARD, TILE, True, (q, k, v), (o, q.new_empty(SHAPE[:-1])))
-    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "compiled"]
+    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "in C"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +149,7 @@ def test_what_differs_goes_through_the_front_end(kernel, changed):
         *changed(),
     )
     launch.launch_forward(*drawn(), True, TILE)
-    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "compiled"]
+    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "in C"]
 
 
 def test_precision_is_asked_for_anew(kernel):
@@ -135,13 +170,58 @@ def test_other_versions_of_triton_launch_by_their_front_end(kernel, monkeypatch)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
 
 
+@pytest.mark.parametrize(("fact", "value"), [("scratch", 128), ("encodes", False)])
+def test_what_cannot_be_prepared_goes_through_the_front_end(kernel, fact, value):
+    """Kernels with scratch memory of Triton's; descriptors that come apart into pointers, where nothing copies them."""
+    setattr(kernel, fact, value)
+    for _ in range(2):
+        launch.launch_forward(*drawn(), True, TILE)
+    assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
+
+
+def test_profilers_see_prepared_launches(kernel):
+    from triton import knobs
+
+    def hook(metadata):
+        pass
+
+    launch.launch_forward(*drawn(), True, TILE)
+    launch.launch_forward(*drawn(), True, TILE)
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch.launch_forward(*drawn(), True, TILE)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    unseen, (metadata, enter, leave) = kernel.observed
+    assert unseen == (None, None, None)
+    assert (
+        metadata[1] == "stream" and enter.calls == [] and enter is knobs.runtime.launch_enter_hook and leave.calls == []
+    )
+
+
+def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
+    from cs336_systems import prepared
+
+    made = []
+    monkeypatch.setattr(prepared, "make_tensordesc_arg", lambda *what: made.append(what) or encoded(*what))
+    monkeypatch.setattr(prepared, "MOST_ENCODED", 2)
+    q, k, v = drawn()
+    for _ in range(3):
+        launch.launch_forward(q, k, v, True, TILE)
+    assert len(made) == 3, "the first launch is the front end's, the second encodes, the third finds it all"
+    others = [drawn() for _ in range(3)]
+    for each in (*others, (q, k, v)):
+        launch.launch_forward(*each, True, TILE)
+    assert len(made) == 15, "after two addresses all are forgotten, and q's among them"
+
+
 def test_what_is_prepared_does_not_grow_without_end(kernel, monkeypatch):
     monkeypatch.setattr(launch, "MOST_PREPARED", 2)
     for n in range(1, 6):
         launch.launch_forward(*drawn((1, 1, n, 16)), True, TILE)
         assert len(launch._prepared) <= 2
     launch.launch_forward(*drawn((1, 1, 5, 16)), True, TILE)
-    assert kernel.calls[-1][0] == "compiled"
+    assert kernel.calls[-1][0] == "in C"
 
 
 def test_each_launch_is_reported(kernel):

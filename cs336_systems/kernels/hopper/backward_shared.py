@@ -1,8 +1,8 @@
 """What both of Hopper's backward kernels share: the plain kernels around them, and what passes through shared memory.
 
 L and delta come as matrix products. Reading them from shared memory, a number for each column of S^T, costs more than
-a matmul: instead each is split into three parts of the inputs' dtype, PARTS columns with zeros behind, and S^T - L
-becomes K q^T + weights · parts^T, one more step of the same product.
+a matmul: instead each is split into parts of the inputs' dtype, PARTS columns, and S^T - L becomes K q^T + weights ·
+parts^T, one more step of the same product.
 """
 
 import triton
@@ -40,9 +40,11 @@ def flash_backward_hopper_prepare_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
     L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, K_TILE_SIZE, CHECK=True)
+    # From 2^24 on float32 resolves L and S to 1 at best: exp(S - L) must not come out as inf.
+    L_i = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
     rows = tl.arange(0, K_TILE_SIZE)
-    seen = (i + rows < n_queries) & (L_i != float("-inf"))
+    seen = (i + rows < n_queries) & (L_i > float("-inf"))
     LARGEST: tl.constexpr = _largest(dO_i.dtype)
     L_i = tl.clamp(tl.where(seen, L_i / scale, LARGEST), -LARGEST, LARGEST)
 
@@ -56,37 +58,51 @@ def flash_backward_hopper_prepare_kernel(
 
 
 @triton.jit
-def _in_parts(x, last: tl.constexpr, dtype: tl.constexpr):
-    """(rows, PARTS): three numbers of `dtype` whose sum, each times its `_weight`, is x to the last bits of float32;
-    zeros; and `last`.
-    """
+def _in_parts(x, rest: tl.constexpr, dtype: tl.constexpr):
+    """(rows, PARTS): numbers of `dtype` whose sum, each times its weight, is x to float32's last bits; then `rest`."""
     column = tl.arange(0, PARTS)[None, :]
-    result = tl.where(column == PARTS - 1, last, tl.zeros([x.shape[0], PARTS], tl.float32)).to(dtype)
-    for part in tl.static_range(3):
+    result = tl.full([x.shape[0], PARTS], rest, tl.float32).to(dtype)
+    LARGEST: tl.constexpr = _largest_part(dtype)
+    for part in tl.static_range(_n_parts(dtype)):
         weight = _weight(part, dtype)
-        rounded = (x / weight).to(dtype)
+        rounded = tl.clamp(x / weight, -LARGEST, LARGEST).to(dtype)
         result = tl.where(column == part, rounded[:, None], result)
         x = x - rounded.to(tl.float32) * weight
     return result
 
 
+# bfloat16 has float32's range, and 8 bits: three parts make 24. float16 has 11 bits but ends at 65504, and below 2^-14
+# has fewer: weights keep each part where there are all, from 2^-31 on; six parts of the largest weight reach 2^33.
+FLOAT16_WEIGHTS = gl.constexpr((2.0**15,) * 6 + (2.0**4, 2.0**-6))
+
+
+@triton.constexpr_function
+def _n_parts(dtype):
+    return 3 if dtype == tl.bfloat16 else len(FLOAT16_WEIGHTS.value)
+
+
 @triton.constexpr_function
 def _weight(part, dtype):
-    """What part number `part` counts for. bfloat16 has float32's range, and 8 bits: three parts make 24. float16 has 11
-    bits but ends at 65504, and below 2^-14 has fewer: weights keep each part where there are all, from 2^-31 to 2^30.
-    """
-    return 1.0 if dtype == tl.bfloat16 else (2.0**15, 2.0**4, 2.0**-6)[part]
+    """What part number `part` counts for."""
+    return 1.0 if dtype == tl.bfloat16 else FLOAT16_WEIGHTS.value[part]
+
+
+@triton.constexpr_function
+def _largest_part(dtype):
+    return 3e38 if dtype == tl.bfloat16 else 65504.0
 
 
 @triton.constexpr_function
 def _largest(dtype):
     """The largest L, in the units of unscaled scores, that is split into parts: past it, it is taken for this one."""
-    return 1e20 if dtype == tl.bfloat16 else 1.9e9
+    return 1e20 if dtype == tl.bfloat16 else 1.2e10
 
 
 @triton.constexpr_function
 def _hiding(dtype):
-    """(part, weight) whose product takes so much from a score that its P is 0 for the smallest L as well."""
+    """(part, weight) whose product, in each column that is left, takes so much from a score that its P is 0 for the
+    smallest L as well.
+    """
     return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -65504.0)
 
 
@@ -173,17 +189,17 @@ def make_keys(k, v, j, n_keys):
 
 @gluon.jit
 def _weights(j, n_keys, dtype: gl.constexpr):
-    """(ROWS, PARTS): for each key from j on, what the parts count for, and zeros.
+    """(ROWS, PARTS): for each key from j on, what the parts count for.
 
-    Keys past n_keys come as zeros. The last part, which is the same for every query, hides them: their P is 0.
+    The columns that are left are the same for every query. They hide keys past n_keys, which come as zeros and would
+    have scores of 0: their P is 0. For all other keys they count for nothing.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     keys = j + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
-    weights = gl.zeros([ROWS, PARTS], gl.float32, LAYOUT)
-    for part in gl.static_range(3):
+    weights = gl.where((keys >= n_keys)[:, None], _hiding(dtype)[1], gl.zeros([ROWS, PARTS], gl.float32, LAYOUT))
+    for part in gl.static_range(_n_parts(dtype)):
         weights = gl.where(column == part, _weight(part, dtype), weights)
-    weights = gl.where((column == PARTS - 1) & (keys >= n_keys)[:, None], _hiding(dtype)[1], weights)
     return weights.to(dtype)
 
 

@@ -1,0 +1,113 @@
+"""Launches prepared once for tensors of one layout, past Triton's front end.
+
+Triton compiles a function in C for each kernel, which takes the grid, the stream and every argument by itself: an
+address, the numbers of a stride, a descriptor encoded for the copy engine. The Python code around it looks at each
+argument anew, and encodes each descriptor, on every launch. Here that is done once, and addresses alone are filled in.
+
+What is used of Triton has no documentation, and is that of version 3.6: `launch.TESTED_TRITON` says where it may be.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.runtime import driver
+
+from cs336_systems.kernels.primitives import Strided
+
+MOST_ENCODED = 1024  # descriptors for each argument, after which all are forgotten: addresses may never repeat
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel compiled for tensors of one layout, and all that a launch takes but their addresses."""
+
+    compiled: Any
+    launch_in_c: Callable[..., None]
+    n_programs: int
+    device: int
+    at: tuple[Callable[[Tensor], tuple[Any, ...]], ...]  # for each tensor: one of its layout -> arguments in its place
+    constants: tuple[Any, ...]
+
+    def launch(self, *tensors: Tensor) -> None:
+        """Run the kernel on the tensors' device, which has to be the current one."""
+        compiled, runtime, active = self.compiled, knobs.runtime, cast(Any, driver.active)
+        stream = active.get_current_stream(self.device)
+        arguments = [argument for at, x in zip(self.at, tensors, strict=True) for argument in at(x)]
+        observed = None, None, None
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler looks on
+            said = compiled.launch_metadata((self.n_programs, 1, 1), stream)
+            observed = said, runtime.launch_enter_hook, runtime.launch_exit_hook
+        self.launch_in_c(
+            self.n_programs, 1, 1, stream, compiled.function, False, False, None, None, compiled.packed_metadata,
+            *observed, *arguments, *self.constants,
+        )  # fmt: skip
+
+
+def prepared(
+    compiled: Any, n_programs: int, device: torch.device, arguments: list[Any], constants: list[Any]
+) -> Prepared | None:
+    """What later launches take, from the arguments of the first; None where they have to go through the front end.
+
+    Args:
+        compiled: what the first launch gave.
+        arguments: a tensor, a `Strided` or a descriptor for each tensor.
+        constants: the arguments after those, which stay.
+    """
+    launcher, encodings = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    launch_in_c = launcher.launch
+    if inspect.isfunction(launch_in_c):  # wrapped, for there are descriptors
+        launch_in_c = inspect.getclosurevars(launch_in_c).nonlocals["launcher"]
+    if len(encodings) != sum(map(_is_descriptor, arguments)):
+        return None  # they come apart into pointers and strides, for a GPU without a copy engine
+    if launcher.global_scratch_size or launcher.profile_scratch_size or launcher.launch_pdl:
+        return None
+    remaining = iter(encodings)
+    at = tuple(_like(argument, next(remaining) if _is_descriptor(argument) else None) for argument in arguments)
+    return Prepared(compiled, launch_in_c, n_programs, device.index, at, tuple(constants))
+
+
+class _Described(NamedTuple):
+    """What is encoded for the copy engine: a descriptor whose shape and strides were checked before."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+def _is_descriptor(argument: Any) -> bool:
+    """Whether it is one of Triton's or of Gluon's."""
+    return hasattr(argument, "block_shape")
+
+
+def _like(argument: Any, encoding: Any) -> Callable[[Tensor], tuple[Any, ...]]:
+    """What makes the arguments that stand for `argument`, for another tensor of the same layout.
+
+    Args:
+        encoding: how Triton has a descriptor encoded; None for anything else.
+    """
+    if isinstance(argument, Strided):
+        steps = argument[1:]
+        return lambda x: ((x.data_ptr(), *steps),)
+    if encoding is None:
+        return lambda x: (x.data_ptr(),)
+
+    shape, strides, padding = argument.shape, argument.strides, argument.padding
+    encoded: dict[int, tuple[Any, ...]] = {}
+
+    def described(x: Tensor) -> tuple[Any, ...]:
+        # PyTorch's allocator hands out the same addresses again and again.
+        address = x.data_ptr()
+        if address not in encoded:
+            if len(encoded) >= MOST_ENCODED:
+                encoded.clear()
+            encoded[address] = tuple(make_tensordesc_arg(_Described(x, shape, strides, padding), encoding))
+        return encoded[address]
+
+    return described
