@@ -156,6 +156,12 @@ def address(x: Tensor, tile: object) -> Tensor:
     return x
 
 
+def _asked_precision(x: Tensor) -> str | None:
+    """How the user wants PyTorch to multiply float32; None for other dtypes."""
+    # Not torch.get_float32_matmul_precision(), which raises where the precision was set by the newer names.
+    return torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
+
+
 def _input_precision(x: Tensor) -> str:
     """How `tl.dot` multiplies float32: by one TF32 product only where the user asked PyTorch for TF32.
 
@@ -164,14 +170,19 @@ def _input_precision(x: Tensor) -> str:
     arithmetic, which is left to GPUs whose tensor cores Triton does not use. (Three TF32 products cost as much and lose
     two bits.)
     """
-    if x.dtype != torch.float32 or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
+    asked = _asked_precision(x)
+    if asked is None or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
         return "ieee"
-    # Not torch.get_float32_matmul_precision(), which raises where the precision was set by the newer names.
-    return "bf16x6" if torch.backends.cuda.matmul.fp32_precision in ("none", "ieee") else "tf32"
+    return "bf16x6" if asked in ("none", "ieee") else "tf32"
 
 
 _prepared: dict[tuple[object, ...], "Prepared"] = {}
 MOST_PREPARED = 4096  # after which all are forgotten: lengths may never repeat
+
+
+def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+    """x, copied where the copy engine cannot read it."""
+    return x if copyable_strides(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _layout(x: Tensor) -> tuple[object, ...]:
@@ -199,29 +210,35 @@ class LaunchedKernel:
 
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
+    tile: Callable[[Tensor], Launchable]  # the first tensor -> the tile, where the caller has none
     rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
+    copies: bool = False  # whether it has to have inputs that the copy engine can read
 
 
 def launch_kernel(
-    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
-) -> None:
+    kernel: LaunchedKernel, tile: Launchable | None, is_causal: bool, inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+) -> None:  # fmt: skip
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
     Args:
+        tile: None for the kernel's own.
         inputs: q and k come first.
-        outputs: new tensors, whose dtype and shape follow from those of the inputs.
+        outputs: new tensors, whose layout follows from that of the inputs.
     """
-    precision = _input_precision(inputs[0])
-    key = (kernel, tile, is_causal, precision, *map(_layout, inputs), *[x.stride() for x in outputs])
+    key = (kernel, tile, _change, is_causal, _asked_precision(inputs[0]), *map(_layout, inputs))
+    known = _prepared.get(key)
+    if known is None and kernel.copies and not all(map(copyable_strides, inputs)):
+        return launch_kernel(kernel, tile, is_causal, tuple(map(_copyable, inputs)), outputs)
     # The interpreter keeps the number of the program that it runs in one global variable.
     with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
-        known = _prepared.get(key)
         if known is not None:
             known.launch(*inputs, *outputs)
             compiled = known.compiled
         else:
-            compiled, later = _launch_first(kernel, tile, is_causal, precision, (*inputs, *outputs))
+            tile = tile or kernel.tile(inputs[0])
+            compiled, later = _launch_first(kernel, tile, is_causal, (*inputs, *outputs))
             if later is not None:
                 if len(_prepared) >= MOST_PREPARED:
                     _prepared.clear()
@@ -231,7 +248,7 @@ def launch_kernel(
 
 
 def _launch_first(
-    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, precision: str, tensors: tuple[Tensor, ...]
+    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, tensors: tuple[Tensor, ...]
 ) -> "tuple[Any, Prepared | None]":
     """As `launch_kernel`, through Triton's front end.
 
@@ -259,7 +276,7 @@ def _launch_first(
         "D": q.shape[-1],
         "D_TILE_SIZE": padded_head_dim(q.shape[-1]),
         "IS_CAUSAL": is_causal,
-        "INPUT_PRECISION": precision,
+        "INPUT_PRECISION": _input_precision(q),
         "BASE_2": is_half,
         **tile.constants(),
         **kernel.flags,
@@ -285,11 +302,14 @@ def _launch_first(
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = LaunchedKernel(lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address))
+_FORWARD = LaunchedKernel(
+    lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address), lambda q: tiles_for(q).forward
+)
 _DQ, _DELTA = (
     LaunchedKernel(
         lambda: backward_kernels.flash_backward_dq_kernel,
         (*_QKV, strided, _in_query_tiles, address, strided, address, address),
+        lambda q: tiles_for(q).dq,
         flags={"WANTS_DQ": wants_dq},
     )
     for wants_dq in (True, False)
@@ -297,6 +317,7 @@ _DQ, _DELTA = (
 _DK_DV = LaunchedKernel(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
     (*_QKV, _in_query_tiles, address, address, strided, strided),
+    lambda q: tiles_for(q).dk_dv,
     rows=over_keys,
 )
 
@@ -304,7 +325,7 @@ _DK_DV = LaunchedKernel(
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(_FORWARD, tile or tiles_for(q).forward, is_causal, (q, k, v), (o, L))
+    launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
     return o, L
 
 
@@ -319,7 +340,7 @@ def launch_dq(
     L_base, delta = torch.empty_like(L), torch.empty_like(L)
     # The kernel that leaves dq out takes a tensor in its place all the same.
     outputs = (dq if wants_dq else q, L_base, delta)
-    launch_kernel(_DQ if wants_dq else _DELTA, tile or tiles_for(q).dq, is_causal, (q, k, v, o, dO, L), outputs)
+    launch_kernel(_DQ if wants_dq else _DELTA, tile, is_causal, (q, k, v, o, dO, L), outputs)
     return dq, L_base, delta
 
 
@@ -329,7 +350,7 @@ def launch_dk_dv(
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv, from what `launch_dq` gave."""
     dk, dv = empty_like(k), empty_like(v)
-    launch_kernel(_DK_DV, tile or tiles_for(q).dk_dv, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
+    launch_kernel(_DK_DV, tile, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
     return dk, dv
 
 

@@ -82,11 +82,6 @@ def suits(device: torch.device, dtype: torch.dtype, d: int) -> bool:
     return could and launch.TESTED_TRITON
 
 
-def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
-    """x, copied where the copy engine cannot read it."""
-    return x if copyable_strides(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorDescriptor":
     """x for the copy engine, in tiles of so many rows and columns, as matrix instructions read them."""
     strides, x = copyable_strides(x), as_4d(x)
@@ -116,27 +111,40 @@ def _parts(x: Float[Tensor, "rows parts"], tile: HopperTile) -> "TensorDescripto
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.q_tile_size, x.shape[1]], layout)
 
 
+def _forward_tile(q: Queries) -> HopperForward:
+    return HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
+
+
+def _backward_tile(q: Queries) -> HopperBackward:
+    return HOPPER_OWN[padded_head_dim(q.shape[-1])][1]
+
+
 _FORWARD = LaunchedKernel(
     lambda: forward_kernels.flash_forward_hopper_kernel,
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
+    _forward_tile,
+    copies=True,
 )
 _PREPARE = LaunchedKernel(
     lambda: shared_kernels.flash_backward_hopper_prepare_kernel,
     (strided, strided, address, address, strided),
+    _backward_tile,
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
 _BACKWARD, _BACKWARD_WIDE = (
     LaunchedKernel(
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
+        _backward_tile,
         rows=over_keys,
+        copies=True,
     )
     for function, sums in (
         (lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),
         (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
     )
 )
-_FINISH = LaunchedKernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided))
+_FINISH = LaunchedKernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided), _backward_tile)
 
 
 def launch_forward(
@@ -144,17 +152,18 @@ def launch_forward(
 ) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    tile = tile or HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
-    q, k, v = map(_copyable, (q, k, v))
     launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
     return o, L
 
 
-def prepare(o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward) -> tuple[Float[Tensor, "rows parts"], Queries]:
+def prepare(
+    o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward | None = None
+) -> tuple[Float[Tensor, "rows parts"], Queries]:
     """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
-    n_rows = math.ceil(o.shape[-2] / tile.k_tile_size) * tile.k_tile_size
+    width, rows = padded_head_dim(o.shape[-1]), (tile or _backward_tile(o)).k_tile_size
+    n_rows = math.ceil(o.shape[-2] / rows) * rows
     parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, STEP_COLUMNS)
-    dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
+    dq_sum = o.new_empty((*o.shape[:-1], width), dtype=torch.float32)
     launch_kernel(_PREPARE, tile, False, (o, dO, L), (parts, dq_sum))
     return parts, dq_sum
 
@@ -165,11 +174,8 @@ def launch_backward(
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv. The sums of dq are added up in no fixed order."""
     dq, dk, dv = map(empty_like, (q, k, v))
-    q, k, v, dO = map(_copyable, (q, k, v, dO))
-    width = padded_head_dim(q.shape[-1])
-    tile = tile or HOPPER_OWN[width][1]
     parts, dq_sum = prepare(o, dO, L, tile)
-    kernel = _BACKWARD_WIDE if width == 128 else _BACKWARD
+    kernel = _BACKWARD_WIDE if padded_head_dim(q.shape[-1]) == 128 else _BACKWARD
     launch_kernel(kernel, tile, is_causal, (q, k, v, dO, parts, dq_sum), (dk, dv))
-    launch_kernel(_FINISH, tile, is_causal, (dq, dq_sum), ())
+    launch_kernel(_FINISH, tile, False, (dq, dq_sum), ())
     return dq, dk, dv

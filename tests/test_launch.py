@@ -1,5 +1,6 @@
 """launch: what a second launch for tensors of one layout reuses, and what it must not."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems import launch, layouts
-from cs336_systems.kernels.tiles import KIB, Gpu, Tile
+from cs336_systems.kernels.tiles import HOPPER, KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
 from .machine import DEVICE, INTERPRETED, both_causal, flash_function, needs_triton
@@ -86,6 +87,7 @@ def kernel(monkeypatch) -> FakeKernel:
         pytest.skip("launches are prepared for Triton 3.6")
     from cs336_systems import prepared
 
+    monkeypatch.setattr(launch, "tiles_for", lambda q: launch._change(HOPPER[2, 64]))
     fake = FakeKernel(launch.forward_kernels.flash_forward_kernel)
     monkeypatch.setattr(launch, "forward_kernels", SimpleNamespace(flash_forward_kernel=fake))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
@@ -121,14 +123,6 @@ def test_a_second_launch_takes_the_addresses_of_its_own_tensors(kernel, leading,
     assert tuple(after) == with_outputs_of_the_second(tuple(expected))
 
 
-def test_outputs_of_other_strides_go_through_the_front_end(kernel):
-    """A caller may lay out its outputs as it likes, whatever the inputs' layout."""
-    q, k, v = drawn()
-    for o in (torch.empty_like(q), q.new_empty(2, 3, 16, 40).mT, torch.empty_like(q)):
-        launch.launch_kernel(launch._FORWARD, TILE, True, (q, k, v), (o, q.new_empty(SHAPE[:-1])))
-    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "in C"]
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -140,8 +134,19 @@ def test_outputs_of_other_strides_go_through_the_front_end(kernel):
         lambda: (*drawn()[:2], drawn(layout=off_by_one_element)[2], True, TILE),
         lambda: (*drawn(), False, TILE),
         lambda: (*drawn(), True, Tile(64, 64, 4, 3, by_descriptor=True)),
+        lambda: (*drawn(), True),
     ],
-    ids=["dtype", "length", "heads", "strides", "strides of v", "alignment of v", "causal", "tile"],
+    ids=[
+        "dtype",
+        "length",
+        "heads",
+        "strides",
+        "strides of v",
+        "alignment of v",
+        "causal",
+        "tile",
+        "tile of the table",
+    ],
 )
 def test_what_differs_goes_through_the_front_end(kernel, changed):
     launch.launch_forward(*drawn(), True, TILE)
@@ -150,6 +155,15 @@ def test_what_differs_goes_through_the_front_end(kernel, changed):
     )
     launch.launch_forward(*drawn(), True, TILE)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end", "in C"]
+
+
+def test_changed_tiles_are_not_mixed_up(kernel):
+    for change in (lambda tiles: tiles, lambda tiles: replace(tiles, forward=TILE)):
+        with launch.tiles_changed_by(change):
+            launch.launch_forward(*drawn(), is_causal=True)
+    launch.launch_forward(*drawn(), is_causal=True)
+    launch.launch_forward(*drawn(), is_causal=True)
+    assert [how for how, *_ in kernel.calls] == ["front end", "front end", "front end", "in C"]
 
 
 def test_precision_is_asked_for_anew(kernel):

@@ -162,9 +162,9 @@ def test_without_skipping_masked_tiles(is_causal):
 def test_changed_tiles_are_launched(monkeypatch):
     """In the forward and in the backward, which runs in a thread of autograd's; and no longer than the block lasts."""
     launched = []
-    original = launch.launch_kernel
+    original = launch._launch_first
     monkeypatch.setattr(
-        launch, "launch_kernel", lambda kernel, tile, *rest: (launched.append(tile), original(kernel, tile, *rest))[1]
+        launch, "_launch_first", lambda kernel, tile, *rest: (launched.append(tile), original(kernel, tile, *rest))[1]
     )
     forced = Tiles(Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
     inputs = Case((2,), 40, 40, 16).draw(torch.float32, DEVICE)
