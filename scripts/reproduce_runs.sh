@@ -25,8 +25,8 @@ pytorch_attention() {
 small_card() { # the course's grid on 12 GB
     $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 --out-dir "$out/pytorch_attention_12gib"
 }
-flash() {
-    $run cs336_systems/bench_flash_vs_pytorch.py --peers --float32-precision highest high \
+flash() { # half of the usual 100 ms for each row: there are some two thousand
+    $run cs336_systems/bench_flash_vs_pytorch.py --peers --float32-precision highest high --warmup 10 --rep 50 \
         --out-jsonl "$out/flash/metrics.jsonl" --out-md "$out/flash/table.md"
 }
 ladder() {
