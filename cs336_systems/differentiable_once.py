@@ -1,4 +1,4 @@
-"""A decorator for the backward of every Function here: a second derivative raises."""
+"""A decorator for the backward of every Function here: second derivatives and batches of gradients raise."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor | None, ...]
+
+
+def _is_batch(x: Tensor) -> bool:
+    """Whether x stands for several tensors, under vmap: in `torch.func`, and in autograd's is_grads_batched."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
@@ -23,10 +29,17 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     @wraps(backward)
     def wrapped(ctx, dO):
         # A compiled backward is traced with gradients on, and raises for a second derivative by itself.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "FlashAttention-2 has no second derivative: its gradients cannot be computed with create_graph=True"
-            )
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "FlashAttention-2 has no second derivative: its gradients cannot be computed with create_graph=True"
+                )
+            if _is_batch(dO):
+                raise RuntimeError(
+                    "FlashAttention-2 takes one dO at a time, not a batch of them (is_grads_batched, vectorize or vmap)"
+                )
+            if dO._is_zerotensor():  # PyTorch keeps those zeros without memory
+                dO = dO.clone()
         return backward(ctx, dO)
 
     return wrapped

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import Keys, PerQuery, Queries, attention_inputs, without_autocast
+from cs336_systems.inputs import (
+    Keys,
+    PerQuery,
+    Queries,
+    attention_inputs,
+    refuse_repeated_when_compiled,
+    without_autocast,
+)
 
 Q_TILE_SIZE = 128
 K_TILE_SIZE = 128
@@ -160,11 +167,15 @@ class FlashAttention2Pytorch(torch.autograd.Function):
     q is (..., n_queries, d), k and v are (..., n_keys, d), in float16, bfloat16, float32 or float64, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L of shape (..., n_queries). A second derivative raises.
     torch.compile unrolls the loops over tiles; where lengths change it needs dynamic=False.
-    Errors: see `cs336_systems.inputs.attention_inputs`.
+
+    Q K^T has to be finite in float32 before it is scaled. Gradients lose accuracy as L grows, by the rounding of a
+    float32: scores of 1e4 cost 1e-3 of P, and from 1e8 on P may sum to more than 1.
+    Errors: see `cs336_systems.inputs.attention_inputs`, `refuse_repeated_when_compiled`.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
+        refuse_repeated_when_compiled(q, k, v)
         q, k, v = attention_inputs(q, k, v, is_causal, DTYPES)
         with without_autocast(q):  # the accumulators stay in float32
             o, L = flash_forward(q, k, v, is_causal)

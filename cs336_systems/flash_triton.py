@@ -4,6 +4,7 @@ The way of a call: `FlashAttention2Triton.apply` -> a custom op -> `launch` -> t
 torch.compile, so a compiled model keeps them in one graph.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
 
 from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import attention_inputs
+from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled
 from cs336_systems.layouts import empty_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,6 +58,19 @@ def _(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     return (dq, empty_like(k), empty_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
 
+@register_flop_formula(torch.ops.cs336_systems.flash_forward)
+def _forward_flops(q_shape, k_shape, *_, out_shape=None, **options):
+    """Two matmuls of (n_queries, n_keys, d) for each head; a causal mask is not counted off, as for PyTorch's SDPA."""
+    *leading, n_queries, d = q_shape
+    return 4 * math.prod(leading) * n_queries * k_shape[-2] * d
+
+
+@register_flop_formula(torch.ops.cs336_systems.flash_backward)
+def _backward_flops(q_shape, k_shape, *_, **options):
+    """Five such matmuls, whatever the kernels compute twice."""
+    return _forward_flops(q_shape, k_shape) * 5 // 2
+
+
 def _op_or_launch(op: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
     """`eager`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
     are fake, meta or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
@@ -85,18 +100,19 @@ class FlashAttention2Triton(torch.autograd.Function):
     add up dq in no fixed order: its last bits differ from run to run, except where PyTorch was asked for deterministic
     algorithms. All other results are bit-equal, and those of the portable kernels altogether, for they use no atomics.
 
-    Gradients lose accuracy as L grows, by the rounding of a float32: scores of 1e4 cost 1e-3 of P. For 16-bit inputs
-    scores end at 1e9, beyond which o may be NaN.
+    Q K^T has to be finite in float32 before it is scaled. Gradients lose accuracy as L grows, by the rounding of a
+    float32: scores of 1e4 cost 1e-3 of P. For 16-bit inputs scores end at 1e9, beyond which o may be NaN.
 
     Raises:
         TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `launch.tiles_for` say; hopper is no bool.
-        RuntimeError: Triton is not installed.
+        RuntimeError: Triton is not installed; as `cs336_systems.inputs.refuse_repeated_when_compiled` says.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, hopper=True):
         if not isinstance(hopper, bool):
             raise TypeError(f"hopper must be True or False, got {hopper!r}")
+        refuse_repeated_when_compiled(q, k, v)
         q, k, v = map(readable, attention_inputs(q, k, v, is_causal, DTYPES))
         o, L = _forward(q, k, v, is_causal, hopper)
         ctx.save_for_backward(q, k, v, o, L)

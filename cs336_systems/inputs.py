@@ -74,6 +74,22 @@ def _complaint_of_shapes(q: Queries, k: Keys, v: Keys, largest_d: int | None) ->
     return None
 
 
+def refuse_repeated_when_compiled(q: Queries, k: Keys, v: Keys) -> None:
+    """Raise where torch.compile would silently lose a gradient of a tensor that is more than one of q, k and v.
+
+    Dynamo (torch 2.11) gives such a tensor only one of the gradients that an autograd.Function forms for it.
+
+    Raises:
+        RuntimeError: under torch.compile, where gradients are wanted. Without fullgraph=True the graph breaks there,
+            and the attention runs outside of it, with the right gradients.
+    """
+    if torch.compiler.is_compiling() and (q is k or k is v or q is v) and any(x.requires_grad for x in (q, k, v)):
+        raise RuntimeError(
+            "q, k and v are not three tensors, and torch.compile would lose a gradient of the one that is given twice; "
+            "give it once as it is, and then as x.view_as(x)"
+        )
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which operations on the device of x run in the dtypes of their inputs."""
     device_type = x.device.type

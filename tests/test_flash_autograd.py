@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import launch
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
@@ -86,11 +87,53 @@ def matmuls_and_launches(flash: str, wanted: str) -> int:
     return len(with_products) + sum(name in ("aten::mm", "aten::bmm") for name in names)
 
 
-@pytest.mark.parametrize("wanted", ["q", "v"])
+@pytest.mark.parametrize(
+    ("flash", "wanted", "share"),
+    [
+        *[("pytorch", wanted, n / 5) for wanted, n in (("v", 2), ("q", 3), ("k", 3), ("kv", 4), ("qk", 4))],
+        *[pytest.param("triton", wanted, 1 / 2, marks=needs_triton) for wanted in ("q", "k", "v", "kv")],
+    ],
+)
+def test_unwanted_gradients_cost_nothing(flash, wanted, share):
+    """A gradient that nobody needs is not computed and thrown away: of five products, or two kernels, these remain."""
+    assert matmuls_and_launches(flash, wanted) == share * matmuls_and_launches(flash, "qkv") > 0
+
+
+def test_masked_tiles_are_not_visited():
+    """Of 4 x 4 tiles a causal mask leaves 10, with two products each in the forward and five in the backward."""
+    inputs = Case((1,), 512, 512, 4).draw(torch.float32, DEVICE)
+    products = []
+    for is_causal in (False, True):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            run_attention(FlashAttention2Pytorch.apply, inputs, is_causal)
+        products.append(sum(event.name in ("aten::mm", "aten::bmm") for event in profiler.events()))
+    assert products == [16 * 7, 10 * 7]
+
+
 @both_flash
-def test_unwanted_gradients_cost_nothing(flash, wanted):
-    """A gradient that nobody needs is not computed and thrown away."""
-    assert 0 < matmuls_and_launches(flash, wanted) < matmuls_and_launches(flash, "qkv")
+def test_batches_of_gradients_raise(flash):
+    """As in torch.autograd.functional.jacobian(…, vectorize=True): an error of this project's, not one from inside."""
+    q, k, v = leaves(CASE.draw(torch.float32, DEVICE))
+    o = flash_function(flash)(q, k, v, True)
+    with pytest.raises(RuntimeError, match="takes one dO at a time, not a batch of them"):
+        torch.autograd.grad(o, q, torch.randn(3, *o.shape, device=DEVICE), is_grads_batched=True)
+
+
+@both_flash
+def test_gradient_of_zeros_without_memory(flash):
+    """PyTorch hands such zeros on where it knows that a gradient vanishes."""
+    q, k, v = leaves(CASE.draw(torch.float32, DEVICE))
+    zeros = torch._efficientzerotensor(q.shape, device=DEVICE)
+    assert not any(x.any() for x in torch.autograd.grad(flash_function(flash)(q, k, v, True), (q, k, v), zeros))
+
+
+@both_flash
+def test_flops_are_counted(flash):
+    """By PyTorch's own counter, as for its attentions: seven matmuls, and a causal mask is not counted off."""
+    inputs = Case((2, 3), 30, 20, 16).draw(torch.float32, DEVICE)
+    with FlopCounterMode(display=False) as counter:
+        run_attention(flash_function(flash), inputs, False)
+    assert counter.get_total_flops() == 7 * 2 * (2 * 3 * 30 * 20 * 16)
 
 
 @needs_triton
@@ -356,6 +399,13 @@ def test_autocast(flash, is_causal, dtype):
     assert_within_budget(result, inputs, is_causal, dtype)
 
 
+def test_autocast_leaves_float64():
+    """As PyTorch's own autocast does."""
+    q, k, v, _ = CASE.draw(torch.float64, DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert FlashAttention2Pytorch.apply(q, k, v, True).dtype == torch.float64
+
+
 @both_flash
 def test_autocast_joins_mixed_dtypes(flash):
     """Under autocast a float32 q and half-precision k and v meet in the autocast dtype."""
@@ -412,6 +462,30 @@ def test_compiled_among_other_operations():
     result, eager = run_attention(compiled, inputs, True), run_attention(layer, inputs, True)
     for name in ("o", "dq", "dk", "dv"):
         torch.testing.assert_close(getattr(result, name), getattr(eager, name), rtol=1e-4, atol=1e-4)
+
+
+@both_flash
+def test_compiled_with_one_tensor_twice(flash):
+    """Dynamo gives a tensor that is k and v only one of its gradients: an error instead, or the eager way."""
+    apply = flash_function(flash)
+    q, k, _ = leaves(CASE.draw(torch.float32, DEVICE), "qk")
+    expected = torch.autograd.grad(apply(q, k, k, True).sum(), (q, k))
+
+    def compiled(function, fullgraph):
+        torch.compiler.reset()
+        return torch.compile(function, fullgraph=fullgraph, backend="aot_eager", dynamic=False)
+
+    with pytest.raises(Exception, match=r"torch\.compile would lose a gradient of the one that is given twice"):
+        compiled(lambda q, k: apply(q, k, k, True), True)(q, k)
+    for function, fullgraph in (
+        (lambda q, k: apply(q, k, k, True), False),
+        (lambda q, k: apply(q, k, k.view_as(k), True), True),
+    ):
+        got = torch.autograd.grad(compiled(function, fullgraph)(q, k).sum(), (q, k))
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y)
+    q, k = q.detach(), k.detach()  # nothing is lost
+    torch.testing.assert_close(compiled(lambda q, k: apply(q, k, k, True), True)(q, k), apply(q, k, k, True))
 
 
 @needs_triton

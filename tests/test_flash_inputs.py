@@ -213,6 +213,14 @@ def test_is_causal_is_a_bool(flash, flag):
         flash_function(flash)(zeros(2, 9, 8), K, V, flag)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@both_flash
+def test_nested_tensors_are_refused(flash):
+    nested = torch.nested.nested_tensor([torch.zeros(9, 8), torch.zeros(7, 8)], device=DEVICE)
+    with pytest.raises(TypeError, match="q must be a dense tensor, got a nested one"):
+        flash_function(flash)(nested, K, V, True)
+
+
 @both_flash
 def test_meta_tensors(flash):
     """Shapes can be worked out without data, gradients included; the meta device has no autocast to switch off."""

@@ -27,12 +27,14 @@ class FakeKernel:
         self.arg_names = like.arg_names
         self.calls: list[tuple[Any, ...]] = []
         self.observed: list[tuple[Any, ...]] = []  # metadata and the hooks of each launch in C
-        self.scratch = 0
+        self.options: list[dict[str, Any]] = []  # Triton's, of each launch through its front end
+        self.launcher: dict[str, Any] = {}  # what differs about the launcher
         self.encodes = True
 
     def __getitem__(self, grid):
         def launched(*arguments, **options):
             self.calls.append(("front end", *grid, *flat(arguments)))
+            self.options.append(options)
             return self.compiled(sum(hasattr(x, "base") for x in arguments))
 
         return launched
@@ -47,9 +49,8 @@ class FakeKernel:
         def wrapped(*arguments):
             launcher(*arguments)
 
-        run = SimpleNamespace(
-            launch=wrapped, global_scratch_size=self.scratch, profile_scratch_size=0, launch_pdl=False
-        )
+        facts = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_pdl": False} | self.launcher
+        run = SimpleNamespace(launch=wrapped, **facts)
         return SimpleNamespace(
             run=run,
             function="function",
@@ -184,33 +185,51 @@ def test_other_versions_of_triton_launch_by_their_front_end(kernel, monkeypatch)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
 
 
-@pytest.mark.parametrize(("fact", "value"), [("scratch", 128), ("encodes", False)])
-def test_what_cannot_be_prepared_goes_through_the_front_end(kernel, fact, value):
+@pytest.mark.parametrize("fact", ["global_scratch_size", "profile_scratch_size", "launch_pdl", "descriptors"])
+def test_what_cannot_be_prepared_goes_through_the_front_end(kernel, fact):
     """Kernels with scratch memory of Triton's; descriptors that come apart into pointers, where nothing copies them."""
-    setattr(kernel, fact, value)
+    kernel.encodes = fact != "descriptors"
+    kernel.launcher = {} if fact == "descriptors" else {fact: 128}
     for _ in range(2):
         launch.launch_forward(*drawn(), True, TILE)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
 
 
-def test_profilers_see_prepared_launches(kernel):
+def test_products_are_rounded_before_sums_in_float32_alone(kernel):
+    for dtype in (torch.float32, torch.float16):
+        launch.launch_forward(*drawn(dtype=dtype), True, TILE)
+    assert [options["enable_fp_fusion"] for options in kernel.options] == [False, True]
+
+
+def test_more_programs_than_a_launch_has(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "MAX_PROGRAMS", 5)
+    launch.launch_forward(*drawn((1, 5, 40, 16)), True, TILE)
+    with pytest.raises(ValueError, match="6 heads of 40 rows take 6 programs; a launch has at most 5"):
+        launch.launch_forward(*drawn((1, 6, 40, 16)), True, TILE)
+
+
+def test_a_layout_is_one_of_a_device():
+    assert launch._layout(torch.empty(2, 3)) != launch._layout(torch.empty(2, 3, device="meta"))
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_profilers_see_prepared_launches(kernel, which):
     from triton import knobs
 
     def hook(metadata):
         pass
 
-    launch.launch_forward(*drawn(), True, TILE)
-    launch.launch_forward(*drawn(), True, TILE)
-    knobs.runtime.launch_enter_hook.add(hook)
+    for _ in range(2):
+        launch.launch_forward(*drawn(), True, TILE)
+    chain = getattr(knobs.runtime, which)
+    chain.add(hook)
     try:
         launch.launch_forward(*drawn(), True, TILE)
     finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
-    unseen, (metadata, enter, leave) = kernel.observed
+        chain.remove(hook)
+    unseen, (metadata, *hooks) = kernel.observed
     assert unseen == (None, None, None)
-    assert (
-        metadata[1] == "stream" and enter.calls == [] and enter is knobs.runtime.launch_enter_hook and leave.calls == []
-    )
+    assert metadata[1] == "stream" and hooks == [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook]
 
 
 def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
