@@ -176,18 +176,9 @@ def _input_precision(x: Tensor) -> str:
     return "bf16x6" if asked in ("none", "ieee") else "tf32"
 
 
-_prepared: dict[tuple[object, ...], "Prepared"] = {}
-MOST_PREPARED = 4096  # after which all are forgotten: lengths may never repeat
-
-
 def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     """x, copied where the copy engine cannot read it."""
     return x if copyable_strides(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _layout(x: Tensor) -> tuple[object, ...]:
-    """All that Triton compiles for, and all that a kernel's arguments depend on, but x's address."""
-    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
 
 
 RowsOf = Callable[[tuple[Tensor, ...], Launchable], tuple[int, int]]
@@ -216,33 +207,61 @@ class LaunchedKernel:
     copies: bool = False  # whether it has to have inputs that the copy engine can read
 
 
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """What the launches of one pass have in common, and what the first of each kernel left behind.
+
+    It is the same object for all calls that are alike, so that they are compared once for a pass.
+    """
+
+    is_causal: bool
+    tile: Launchable | None  # None for each kernel's own
+    prepared: dict[LaunchedKernel, "Prepared"] = field(default_factory=dict)
+
+
+_launches: dict[tuple[object, ...], Launches] = {}
+MOST_LAUNCHES = 4096  # after which all are forgotten: lengths may never repeat
+
+
+def launches_for(is_causal: bool, tile: Launchable | None, *inputs: Tensor) -> Launches:
+    """The launches for inputs like these, all on one device.
+
+    Alike is all that Triton compiles for, and all that a kernel's arguments depend on, but addresses.
+    """
+    layouts = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in inputs]
+    key = (is_causal, tile, _change, _asked_precision(inputs[0]), inputs[0].device, *layouts)
+    launches = _launches.get(key)
+    if launches is None:
+        if len(_launches) >= MOST_LAUNCHES:
+            _launches.clear()
+        launches = _launches[key] = Launches(is_causal, tile)
+    return launches
+
+
 def launch_kernel(
-    kernel: LaunchedKernel, tile: Launchable | None, is_causal: bool, inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-) -> None:  # fmt: skip
+    kernel: LaunchedKernel, launches: Launches, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> None:
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
     Args:
-        tile: None for the kernel's own.
-        inputs: q and k come first.
-        outputs: new tensors, whose layout follows from that of the inputs.
+        launches: as `launches_for` gives for the inputs of the pass.
+        inputs: tensors whose layout follows from those; q and k come first.
+        outputs: new tensors, whose layout follows as well.
     """
-    key = (kernel, tile, _change, is_causal, _asked_precision(inputs[0]), *map(_layout, inputs))
-    known = _prepared.get(key)
+    known = launches.prepared.get(kernel)
     if known is None and kernel.copies and not all(map(copyable_strides, inputs)):
-        return launch_kernel(kernel, tile, is_causal, tuple(map(_copyable, inputs)), outputs)
+        copies = tuple(map(_copyable, inputs))
+        return launch_kernel(kernel, launches_for(launches.is_causal, launches.tile, *copies), copies, outputs)
     # The interpreter keeps the number of the program that it runs in one global variable.
     with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
         if known is not None:
             known.launch(*inputs, *outputs)
             compiled = known.compiled
         else:
-            tile = tile or kernel.tile(inputs[0])
-            compiled, later = _launch_first(kernel, tile, is_causal, (*inputs, *outputs))
+            tile = launches.tile or kernel.tile(inputs[0])
+            compiled, later = _launch_first(kernel, tile, launches.is_causal, (*inputs, *outputs))
             if later is not None:
-                if len(_prepared) >= MOST_PREPARED:
-                    _prepared.clear()
-                _prepared[key] = later
+                launches.prepared[kernel] = later
     if _launched is not None and compiled is not None:
         _launched.append(compiled)
 
@@ -298,7 +317,8 @@ def _launch_first(
 
 
 # A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
-# one, leaves the choice to `tiles_for`. Each raises what `tiles_for` raises, and ValueError past MAX_PROGRAMS programs.
+# one, leaves the choice to `tiles_for`. Those of one pass may share their `launches`. Each raises what `tiles_for`
+# raises, and ValueError past MAX_PROGRAMS programs.
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
@@ -325,13 +345,13 @@ _DK_DV = LaunchedKernel(
 def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
+    launch_kernel(_FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
     return o, L
 
 
 def launch_dq(
     q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
-    wants_dq: bool = True, tile: Tile | None = None,
+    wants_dq: bool = True, tile: Tile | None = None, launches: Launches | None = None,
 ) -> tuple[Queries, PerQuery, PerQuery]:  # fmt: skip
     """Algorithm 2 with its loops exchanged: dq, line 16, empty if nobody wants it; L in the base of the kernels'
     exponentials; and line 2, delta in float32.
@@ -340,17 +360,19 @@ def launch_dq(
     L_base, delta = torch.empty_like(L), torch.empty_like(L)
     # The kernel that leaves dq out takes a tensor in its place all the same.
     outputs = (dq if wants_dq else q, L_base, delta)
-    launch_kernel(_DQ if wants_dq else _DELTA, tile, is_causal, (q, k, v, o, dO, L), outputs)
+    inputs = (q, k, v, o, dO, L)
+    launch_kernel(_DQ if wants_dq else _DELTA, launches or launches_for(is_causal, tile, *inputs), inputs, outputs)
     return dq, L_base, delta
 
 
 def launch_dk_dv(
     q: Queries, k: Keys, v: Keys, dO: Queries, L_base: PerQuery, delta: PerQuery, is_causal: bool,
-    tile: Tile | None = None,
+    tile: Tile | None = None, launches: Launches | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv, from what `launch_dq` gave."""
     dk, dv = empty_like(k), empty_like(v)
-    launch_kernel(_DK_DV, tile, is_causal, (q, k, v, dO, L_base, delta), (dk, dv))
+    inputs = (q, k, v, dO, L_base, delta)
+    launch_kernel(_DK_DV, launches or launches_for(is_causal, tile, *inputs), inputs, (dk, dv))
     return dk, dv
 
 
@@ -359,6 +381,8 @@ def launch_backward(
     wants_dk_dv: bool,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv; an empty tensor in place of each that nobody wants."""
-    dq, L_base, delta = launch_dq(q, k, v, o, dO, L, is_causal, wants_dq)
-    dk, dv = launch_dk_dv(q, k, v, dO, L_base, delta, is_causal) if wants_dk_dv else (k.new_empty(0), v.new_empty(0))
-    return dq, dk, dv
+    launches = launches_for(is_causal, None, q, k, v, o, dO, L)
+    dq, L_base, delta = launch_dq(q, k, v, o, dO, L, is_causal, wants_dq, launches=launches)
+    if not wants_dk_dv:
+        return dq, k.new_empty(0), v.new_empty(0)
+    return dq, *launch_dk_dv(q, k, v, dO, L_base, delta, is_causal, launches=launches)

@@ -24,7 +24,7 @@ from cs336_systems.kernels.tiles import (
     HopperForward,
     padded_head_dim,
 )
-from cs336_systems.launch import LaunchedKernel, address, launch_kernel, over_keys, strided
+from cs336_systems.launch import LaunchedKernel, Launches, address, launch_kernel, launches_for, over_keys, strided
 from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
 
 SWITCH = os.environ.get("CS336_HOPPER", "1")
@@ -152,19 +152,16 @@ def launch_forward(
 ) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(_FORWARD, tile, is_causal, (q, k, v), (o, L))
+    launch_kernel(_FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
     return o, L
 
 
-def prepare(
-    o: Queries, dO: Queries, L: PerQuery, tile: HopperBackward | None = None
-) -> tuple[Float[Tensor, "rows parts"], Queries]:
+def prepare(o: Queries, dO: Queries, L: PerQuery, launches: Launches) -> tuple[Float[Tensor, "rows parts"], Queries]:
     """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
-    width, rows = padded_head_dim(o.shape[-1]), (tile or _backward_tile(o)).k_tile_size
-    n_rows = math.ceil(o.shape[-2] / rows) * rows
+    n_rows = math.ceil(o.shape[-2] / HopperBackward.k_tile_size) * HopperBackward.k_tile_size
     parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, STEP_COLUMNS)
-    dq_sum = o.new_empty((*o.shape[:-1], width), dtype=torch.float32)
-    launch_kernel(_PREPARE, tile, False, (o, dO, L), (parts, dq_sum))
+    dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
+    launch_kernel(_PREPARE, launches, (o, dO, L), (parts, dq_sum))
     return parts, dq_sum
 
 
@@ -173,9 +170,10 @@ def launch_backward(
     tile: HopperBackward | None = None,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv. The sums of dq are added up in no fixed order."""
+    launches = launches_for(is_causal, tile, q, k, v, o, dO, L)
     dq, dk, dv = map(empty_like, (q, k, v))
-    parts, dq_sum = prepare(o, dO, L, tile)
+    parts, dq_sum = prepare(o, dO, L, launches)
     kernel = _BACKWARD_WIDE if padded_head_dim(q.shape[-1]) == 128 else _BACKWARD
-    launch_kernel(kernel, tile, is_causal, (q, k, v, dO, parts, dq_sum), (dk, dv))
-    launch_kernel(_FINISH, tile, False, (dq, dq_sum), ())
+    launch_kernel(kernel, launches, (q, k, v, dO, parts, dq_sum), (dk, dv))
+    launch_kernel(_FINISH, launches, (dq, dq_sum), ())
     return dq, dk, dv

@@ -144,7 +144,7 @@ def test_parts_add_up(dtype):
     L[4:6] = torch.tensor([1.2e9, -1.2e9])
     L[6:8] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
     o, dO = torch.randn(2, n, d, device=device).to(dtype)
-    parts, dq_sum = launch_hopper.prepare(o, dO, L, tile)
+    parts, dq_sum = launch_hopper.prepare(o, dO, L, launch.launches_for(False, tile, o, dO, L))
     counting = [1.0] * 3 if dtype == torch.bfloat16 else [2.0**15] * 6 + [2.0**4, 2.0**-6]
     weights = torch.tensor(counting + [0.0] * (16 - len(counting)), dtype=torch.float64, device=device)
     parts = parts.double().view(-1, 2, tile.q_tile_size, 16).transpose(0, 1).flatten(1, 2)

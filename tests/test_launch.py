@@ -93,7 +93,7 @@ def kernel(monkeypatch) -> FakeKernel:
     monkeypatch.setattr(launch, "forward_kernels", SimpleNamespace(flash_forward_kernel=fake))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    monkeypatch.setattr(launch, "_prepared", {})
+    monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(prepared, "make_tensordesc_arg", encoded)
     active = SimpleNamespace(get_current_stream=lambda device: "stream")
     monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=active))
@@ -111,7 +111,7 @@ def test_a_second_launch_takes_the_addresses_of_its_own_tensors(kernel, leading,
         pytest.skip("there are no two dimensions to exchange")
     first, second = (tuple(map(layouts.readable, drawn((*leading, 40, 16), layout=layout))) for _ in range(2))
     results = [launch.launch_forward(*each, True, TILE) for each in (first, second)]
-    launch._prepared.clear()
+    launch._launches.clear()
     results.append(launch.launch_forward(*second, True, TILE))
     (how_1, *_), (how_2, blocks, *after), (how_3, n, *expected) = kernel.calls
     assert (how_1, how_2, how_3) == ("front end", "in C", "front end")
@@ -208,8 +208,10 @@ def test_more_programs_than_a_launch_has(kernel, monkeypatch):
         launch.launch_forward(*drawn((1, 6, 40, 16)), True, TILE)
 
 
-def test_a_layout_is_one_of_a_device():
-    assert launch._layout(torch.empty(2, 3)) != launch._layout(torch.empty(2, 3, device="meta"))
+def test_launches_are_those_of_one_device():
+    x, elsewhere = torch.empty(2, 3), torch.empty(2, 3, device="meta")
+    assert launch.launches_for(True, None, x) is launch.launches_for(True, None, x.clone())
+    assert launch.launches_for(True, None, x) is not launch.launches_for(True, None, elsewhere)
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
@@ -249,10 +251,10 @@ def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
 
 
 def test_what_is_prepared_does_not_grow_without_end(kernel, monkeypatch):
-    monkeypatch.setattr(launch, "MOST_PREPARED", 2)
+    monkeypatch.setattr(launch, "MOST_LAUNCHES", 2)
     for n in range(1, 6):
         launch.launch_forward(*drawn((1, 1, n, 16)), True, TILE)
-        assert len(launch._prepared) <= 2
+        assert len(launch._launches) <= 2
     launch.launch_forward(*drawn((1, 1, 5, 16)), True, TILE)
     assert kernel.calls[-1][0] == "in C"
 
@@ -271,11 +273,11 @@ def test_again_is_as_the_first_time(is_causal, layout):
     first, second = (Case((1, 2), 20, 17, 64).draw(torch.float16, DEVICE, seed=seed) for seed in (1, 2))
     apply = flash_function("triton")
     run_attention(apply, Inputs(*map(layout, first)), is_causal)
-    kept = len(launch._prepared)
+    kept = len(launch._launches)
     assert INTERPRETED or not launch.TESTED_TRITON or kept
     inputs = Inputs(*map(layout, second))
     again = run_attention(apply, inputs, is_causal)
-    assert len(launch._prepared) == kept
-    launch._prepared.clear()
+    assert len(launch._launches) == kept
+    launch._launches.clear()
     anew = run_attention(apply, inputs, is_causal)
     assert all(torch.equal(getattr(again, name), getattr(anew, name)) for name in TENSORS)
