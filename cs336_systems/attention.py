@@ -104,6 +104,12 @@ ATTENTION: dict[str, Implementation] = {
             largest_d=MAX_HEAD_DIM,
             refusal=kernel_refusal,
         ),
+        Implementation(
+            name="sdpa",
+            function=peers.default_sdpa,
+            description="PyTorch's SDPA with the backend of its own choice",
+            dtypes=flash_pytorch.DTYPES,
+        ),
         *PEERS,
     )
 }

@@ -1,4 +1,4 @@
-"""What a PyTorch user would otherwise call: SDPA held to one of its backends, and FlexAttention.
+"""What a PyTorch user would otherwise call: SDPA, as it is or held to one of its backends, and FlexAttention.
 
 Each is `attention(q, k, v, is_causal) -> o` over tensors (batch, heads, n, d), to be measured beside our own. Causal
 masks are aligned at the top left, as ours are.
@@ -24,6 +24,11 @@ HALF = (torch.float16, torch.bfloat16)
 PROBE_LENGTH = 128
 
 
+def default_sdpa(q: Q, k: KV, v: KV, is_causal: bool = False) -> Q:
+    """PyTorch's scaled_dot_product_attention with the backend of its own choice."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
 def sdpa(backend: SDPBackend) -> AttentionFunction:
     """PyTorch's scaled_dot_product_attention, which may choose `backend` and no other.
 
@@ -32,7 +37,7 @@ def sdpa(backend: SDPBackend) -> AttentionFunction:
 
     def attention(q: Q, k: KV, v: KV, is_causal: bool = False) -> Q:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            return default_sdpa(q, k, v, is_causal)
 
     return attention
 

@@ -41,12 +41,16 @@ tuning() {
     done
 }
 model() { # all sizes at a short context, the smaller ones at longer contexts as far as memory goes
+    local to=(--out-jsonl "$out/model/metrics.jsonl" --write-md --out-md "$out/model/table.md")
     for options in "" --compile "--amp bf16" "--amp bf16 --compile"; do
         for sizes in "--sweep --context-length 128" \
             "--model-size small medium large --sweep-contexts 512 1024 2048 4096 8192"; do
-            $run cs336_systems/benchmark.py $sizes $options --attention naive flash_triton sdpa_flash \
-                --out-jsonl "$out/model/metrics.jsonl" --write-md --out-md "$out/model/table.md"
+            $run cs336_systems/benchmark.py $sizes $options --attention naive flash_triton "${to[@]}"
         done
+    done
+    for options in "" --compile; do # what PyTorch offers, where attention counts
+        $run cs336_systems/benchmark.py --model-size small medium large --sweep-contexts 4096 8192 --amp bf16 $options \
+            --attention sdpa --passes training_step "${to[@]}"
     done
 }
 training() { # from one seed: two curves that have to lie on one another
