@@ -22,6 +22,9 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     derivative that passes through dO; but the gradients depend on q, k and v as well, and a gradient penalty would
     silently lose that part.
 
+    It also raises for a batch of dO (under vmap), whose memory a kernel cannot read, and gives memory to the zeros that
+    PyTorch keeps without.
+
     One thing gets past it: torch.compile(backend="eager"), a debugging aid, drops second derivatives of every
     autograd.Function by itself. Its other backends raise.
     """

@@ -1,7 +1,7 @@
 """FlashAttention-2 on Triton kernels: argument checks, the kernels as custom ops, and the autograd Function.
 
-The way of a call: `FlashAttention2Triton.apply` -> a custom op -> `launch` -> the kernel. The custom ops are opaque to
-torch.compile, so a compiled model keeps them in one graph.
+The way of a call: `FlashAttention2Triton.apply` -> `launch` or `launch_hopper` -> the kernel. Under torch.compile, and
+wherever else somebody looks on (`_op_or_launch`), the launch is wrapped in a custom op, one opaque node of the graph.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled
-from cs336_systems.layouts import empty_like, empty_outputs, readable
+from cs336_systems.layouts import empty_output_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -32,7 +32,7 @@ def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
     wants_dk_dv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, with an empty tensor in place of each that nobody wants.
+    """dq, dk and dv; in place of dq, or of dk and dv, where nobody wants them, empty tensors.
 
     Hopper's own kernel makes all at once, and not the same bits each time: where only some are wanted, or PyTorch was
     asked for deterministic algorithms, the portable ones do.
@@ -54,8 +54,8 @@ def _(q, k, v, is_causal, hopper):
 
 @_backward_op.register_fake
 def _(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
-    dq = empty_like(q) if wants_dq else q.new_empty(0)
-    return (dq, empty_like(k), empty_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
+    dq = empty_output_like(q) if wants_dq else q.new_empty(0)
+    return (dq, empty_output_like(k), empty_output_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
 
 @register_flop_formula(torch.ops.cs336_systems.flash_forward)
@@ -71,8 +71,8 @@ def _backward_flops(q_shape, k_shape, *_, **options):
     return _forward_flops(q_shape, k_shape) * 5 // 2
 
 
-def _op_or_launch(op: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """`eager`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
+def _op_or_launch(op: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
+    """`direct`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
     are fake, meta or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
     """
 
@@ -80,7 +80,7 @@ def _op_or_launch(op: Callable[..., Any], eager: Callable[..., Any]) -> Callable
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
             return op(*arguments)
         plain = all(type(x) in (Tensor, Parameter, bool) for x in arguments) and not arguments[0].is_meta
-        return (eager if plain else op)(*arguments)
+        return (direct if plain else op)(*arguments)
 
     return call
 
@@ -97,8 +97,8 @@ class FlashAttention2Triton(torch.autograd.Function):
     A second derivative raises.
 
     With hopper=True, on a GPU of compute capability 9.0, the kernels of `launch_hopper` are used where they apply. They
-    add up dq in no fixed order: its last bits differ from run to run, except where PyTorch was asked for deterministic
-    algorithms. All other results are bit-equal, and those of the portable kernels altogether, for they use no atomics.
+    sum dq in no fixed order, so its last bits differ from run to run, unless PyTorch was asked for deterministic
+    algorithms. Everything else, and all that the portable kernels compute, is bit-equal from run to run.
 
     Q K^T has to be finite in float32 before it is scaled. Gradients lose accuracy as L grows, by the rounding of a
     float32: scores of 1e4 cost 1e-3 of P. For 16-bit inputs scores end at 1e9, beyond which o may be NaN.

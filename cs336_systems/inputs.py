@@ -80,8 +80,8 @@ def refuse_repeated_when_compiled(q: Queries, k: Keys, v: Keys) -> None:
     Dynamo (torch 2.11) gives such a tensor only one of the gradients that an autograd.Function forms for it.
 
     Raises:
-        RuntimeError: under torch.compile, where gradients are wanted. Without fullgraph=True the graph breaks there,
-            and the attention runs outside of it, with the right gradients.
+        RuntimeError: under torch.compile, where one of them requires a gradient. Without fullgraph=True the graph
+            breaks there, and the attention runs outside of it, with the right gradients.
     """
     if torch.compiler.is_compiling() and (q is k or k is v or q is v) and any(x.requires_grad for x in (q, k, v)):
         raise RuntimeError(

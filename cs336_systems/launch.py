@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
-from cs336_systems.kernels.tiles import INTERPRETER, Gpu, Launchable, Tile, Tiles, padded_head_dim, pick_tiles
-from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
+from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
 
 try:
     import triton
@@ -38,12 +38,12 @@ MAX_PROGRAMS = 2**31 - 1
 
 # What `prepared` and the Hopper kernels use of Triton is in part undocumented or private: not used in other versions.
 TRITON_VERSION = "" if triton is None else triton.__version__
-TESTED_TRITON = TRITON_VERSION.startswith("3.6.")
+TRITON_IS_TESTED = TRITON_VERSION.startswith("3.6.")
 
-if TESTED_TRITON:
+if TRITON_IS_TESTED:
     from cs336_systems.prepared import Prepared, prepared
 
-_interpreter = Lock()
+_interpreter_lock = Lock()
 
 
 def is_interpreted() -> bool:
@@ -181,27 +181,27 @@ def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     return x if copyable_strides(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-RowsOf = Callable[[tuple[Tensor, ...], Launchable], tuple[int, int]]
+RowsOf = Callable[[tuple[Tensor, ...], AnyTile], tuple[int, int]]
 """(the kernel's tensors, its tile) -> (rows of a head that are shared out among programs, rows of one program)"""
 
 
-def over_queries(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
+def over_queries(tensors: tuple[Tensor, ...], tile: AnyTile) -> tuple[int, int]:
     """A program owns a tile of queries, the rows of the first tensor."""
     return tensors[0].shape[-2], tile.q_tile_size
 
 
-def over_keys(tensors: tuple[Tensor, ...], tile: Launchable) -> tuple[int, int]:
+def over_keys(tensors: tuple[Tensor, ...], tile: AnyTile) -> tuple[int, int]:
     """A program owns a tile of keys, the rows of the second tensor."""
     return tensors[1].shape[-2], tile.k_tile_size
 
 
 @dataclass(frozen=True, eq=False)
-class LaunchedKernel:
-    """How a kernel is launched."""
+class KernelCall:
+    """A kernel, and how tensors and a tile become its arguments."""
 
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
-    tile: Callable[[Tensor], Launchable]  # the first tensor -> the tile, where the caller has none
+    tile: Callable[[Tensor], AnyTile]  # the first tensor -> the tile, where the caller names none
     rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
     copies: bool = False  # whether it has to have inputs that the copy engine can read
@@ -215,15 +215,15 @@ class Launches:
     """
 
     is_causal: bool
-    tile: Launchable | None  # None for each kernel's own
-    prepared: dict[LaunchedKernel, "Prepared"] = field(default_factory=dict)
+    tile: AnyTile | None  # None for each kernel's own
+    prepared: dict[KernelCall, "Prepared"] = field(default_factory=dict)
 
 
 _launches: dict[tuple[object, ...], Launches] = {}
 MOST_LAUNCHES = 4096  # after which all are forgotten: lengths may never repeat
 
 
-def launches_for(is_causal: bool, tile: Launchable | None, *inputs: Tensor) -> Launches:
+def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Launches:
     """The launches for inputs like these, all on one device.
 
     Alike is all that Triton compiles for, and all that a kernel's arguments depend on, but addresses.
@@ -239,35 +239,38 @@ def launches_for(is_causal: bool, tile: Launchable | None, *inputs: Tensor) -> L
 
 
 def launch_kernel(
-    kernel: LaunchedKernel, launches: Launches, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    kernel: KernelCall, launches: Launches, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
 ) -> None:
     """Run a program of the kernel for every tile of every head, on the device of the tensors.
 
     Args:
         launches: as `launches_for` gives for the inputs of the pass.
-        inputs: tensors whose layout follows from those; q and k come first.
+        inputs: tensors whose layout follows from those. The first has the queries' shape, from which lengths and scale
+            are read, the second the keys', where the kernel takes n_keys.
         outputs: new tensors, whose layout follows as well.
     """
     known = launches.prepared.get(kernel)
     if known is None and kernel.copies and not all(map(copyable_strides, inputs)):
         copies = tuple(map(_copyable, inputs))
-        return launch_kernel(kernel, launches_for(launches.is_causal, launches.tile, *copies), copies, outputs)
+        # The outputs' layout follows from that of what was copied, not from that of the copies.
+        of_copies = launches_for(launches.is_causal, launches.tile, *copies, *outputs)
+        return launch_kernel(kernel, of_copies, copies, outputs)
     # The interpreter keeps the number of the program that it runs in one global variable.
-    with _interpreter if is_interpreted() else torch.cuda.device_of(inputs[0]):
+    with _interpreter_lock if is_interpreted() else torch.cuda.device_of(inputs[0]):
         if known is not None:
             known.launch(*inputs, *outputs)
             compiled = known.compiled
         else:
             tile = launches.tile or kernel.tile(inputs[0])
-            compiled, later = _launch_first(kernel, tile, launches.is_causal, (*inputs, *outputs))
-            if later is not None:
-                launches.prepared[kernel] = later
+            compiled, new = _launch_first(kernel, tile, launches.is_causal, (*inputs, *outputs))
+            if new is not None:
+                launches.prepared[kernel] = new
     if _launched is not None and compiled is not None:
         _launched.append(compiled)
 
 
 def _launch_first(
-    kernel: LaunchedKernel, tile: Launchable, is_causal: bool, tensors: tuple[Tensor, ...]
+    kernel: KernelCall, tile: AnyTile, is_causal: bool, tensors: tuple[Tensor, ...]
 ) -> "tuple[Any, Prepared | None]":
     """As `launch_kernel`, through Triton's front end.
 
@@ -275,9 +278,9 @@ def _launch_first(
         What Triton compiled, None where there was nothing to do or in the interpreter; and what further launches for
         tensors of the same layout take, None where they have to go the same way.
     """
-    q, k = tensors[:2]
+    first, second = tensors[:2]
     n_rows, tile_size = kernel.rows(tensors, tile)
-    n_batch_heads = math.prod(q.shape[:-2])
+    n_batch_heads = math.prod(first.shape[:-2])
     n_programs = n_batch_heads * math.ceil(n_rows / tile_size)
     if n_programs > MAX_PROGRAMS:
         raise ValueError(
@@ -285,17 +288,17 @@ def _launch_first(
         )
     if n_programs == 0:
         return None, None
-    is_half = q.dtype.itemsize == 2
+    is_half = first.dtype.itemsize == 2
     values = {
-        "n_heads": q.shape[-3] if q.ndim > 2 else 1,
+        "n_heads": first.shape[-3] if first.ndim > 2 else 1,
         "n_batch_heads": n_batch_heads,
-        "n_queries": q.shape[-2],
-        "n_keys": k.shape[-2],
-        "scale": q.shape[-1] ** -0.5,
-        "D": q.shape[-1],
-        "D_TILE_SIZE": padded_head_dim(q.shape[-1]),
+        "n_queries": first.shape[-2],
+        "n_keys": second.shape[-2],
+        "scale": first.shape[-1] ** -0.5,
+        "D": first.shape[-1],
+        "D_TILE_SIZE": padded_head_dim(first.shape[-1]),
         "IS_CAUSAL": is_causal,
-        "INPUT_PRECISION": _input_precision(q),
+        "INPUT_PRECISION": _input_precision(first),
         "BASE_2": is_half,
         **tile.constants(),
         **kernel.flags,
@@ -311,22 +314,21 @@ def _launch_first(
         enable_fp_fusion=is_half,
         **tile.options(),
     )
-    if compiled is None or not TESTED_TRITON:
+    if compiled is None or not TRITON_IS_TESTED:
         return compiled, None
-    return compiled, prepared(compiled, n_programs, q.device, arguments, constants)
+    return compiled, prepared(compiled, n_programs, first.device, arguments, constants)
 
 
-# A `launch_…` function takes a tile, for tests and for tuning; the custom op around it, whose signature cannot hold
-# one, leaves the choice to `tiles_for`. Those of one pass may share their `launches`. Each raises what `tiles_for`
-# raises, and ValueError past MAX_PROGRAMS programs.
+# All but `launch_backward` take a tile, for tests and tuning; without one `tiles_for` chooses, and what it raises is
+# raised. Those of one pass may share their `launches`. Past MAX_PROGRAMS programs each raises ValueError.
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
-_FORWARD = LaunchedKernel(
+_FORWARD = KernelCall(
     lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address), lambda q: tiles_for(q).forward
 )
 _DQ, _DELTA = (
-    LaunchedKernel(
+    KernelCall(
         lambda: backward_kernels.flash_backward_dq_kernel,
         (*_QKV, strided, _in_query_tiles, address, strided, address, address),
         lambda q: tiles_for(q).dq,
@@ -334,7 +336,7 @@ _DQ, _DELTA = (
     )
     for wants_dq in (True, False)
 )
-_DK_DV = LaunchedKernel(
+_DK_DV = KernelCall(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
     (*_QKV, _in_query_tiles, address, address, strided, strided),
     lambda q: tiles_for(q).dk_dv,
@@ -356,7 +358,7 @@ def launch_dq(
     """Algorithm 2 with its loops exchanged: dq, line 16, empty if nobody wants it; L in the base of the kernels'
     exponentials; and line 2, delta in float32.
     """
-    dq = empty_like(q) if wants_dq else q.new_empty(0)
+    dq = empty_output_like(q) if wants_dq else q.new_empty(0)
     L_base, delta = torch.empty_like(L), torch.empty_like(L)
     # The kernel that leaves dq out takes a tensor in its place all the same.
     outputs = (dq if wants_dq else q, L_base, delta)
@@ -370,7 +372,7 @@ def launch_dk_dv(
     tile: Tile | None = None, launches: Launches | None = None,
 ) -> tuple[Keys, Keys]:  # fmt: skip
     """Algorithm 2 without line 16: dk and dv, from what `launch_dq` gave."""
-    dk, dv = empty_like(k), empty_like(v)
+    dk, dv = empty_output_like(k), empty_output_like(v)
     inputs = (q, k, v, dO, L_base, delta)
     launch_kernel(_DK_DV, launches or launches_for(is_causal, tile, *inputs), inputs, (dk, dv))
     return dk, dv

@@ -24,15 +24,15 @@ from cs336_systems.kernels.tiles import (
     HopperForward,
     padded_head_dim,
 )
-from cs336_systems.launch import LaunchedKernel, Launches, address, launch_kernel, launches_for, over_keys, strided
-from cs336_systems.layouts import as_4d, copyable_strides, empty_like, empty_outputs
+from cs336_systems.launch import KernelCall, Launches, address, launch_kernel, launches_for, over_keys, strided
+from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
 
 SWITCH = os.environ.get("CS336_HOPPER", "1")
 if SWITCH not in ("0", "1"):
     raise ValueError(f"the environment variable CS336_HOPPER is {SWITCH!r}; allowed: 0, 1")
 TURNED_ON = SWITCH == "1"
 
-if launch.TESTED_TRITON:  # Gluon is experimental, and some of what the kernels use of it is private
+if launch.TRITON_IS_TESTED:  # Gluon is experimental, and some of what the kernels use of it is private
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -73,13 +73,13 @@ def suits(device: torch.device, dtype: torch.dtype, d: int) -> bool:
         and padded_head_dim(d) in HOPPER_OWN
         and d % 8 == 0  # or rows do not begin at multiples of 16 bytes
     )
-    if could and not launch.TESTED_TRITON:
+    if could and not launch.TRITON_IS_TESTED:
         warnings.warn(
             f"the faster kernels for Hopper were tested with Triton 3.6, and here is {launch.TRITON_VERSION}: "
             "the portable ones are used",
             stacklevel=2,
         )
-    return could and launch.TESTED_TRITON
+    return could and launch.TRITON_IS_TESTED
 
 
 def _described(x: Float[Tensor, "... n d"], rows: int, columns: int) -> "TensorDescriptor":
@@ -112,27 +112,27 @@ def _parts(x: Float[Tensor, "rows parts"], tile: HopperTile) -> "TensorDescripto
 
 
 def _forward_tile(q: Queries) -> HopperForward:
-    return HOPPER_OWN[padded_head_dim(q.shape[-1])][0]
+    return HOPPER_OWN[padded_head_dim(q.shape[-1])].forward
 
 
 def _backward_tile(q: Queries) -> HopperBackward:
-    return HOPPER_OWN[padded_head_dim(q.shape[-1])][1]
+    return HOPPER_OWN[padded_head_dim(q.shape[-1])].backward
 
 
-_FORWARD = LaunchedKernel(
+_FORWARD = KernelCall(
     lambda: forward_kernels.flash_forward_hopper_kernel,
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
     _forward_tile,
     copies=True,
 )
-_PREPARE = LaunchedKernel(
-    lambda: shared_kernels.flash_backward_hopper_prepare_kernel,
+_PREPROCESS = KernelCall(
+    lambda: shared_kernels.flash_backward_hopper_preprocess_kernel,
     (strided, strided, address, address, strided),
     _backward_tile,
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
 _BACKWARD, _BACKWARD_WIDE = (
-    LaunchedKernel(
+    KernelCall(
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
         _backward_tile,
@@ -144,7 +144,9 @@ _BACKWARD, _BACKWARD_WIDE = (
         (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
     )
 )
-_FINISH = LaunchedKernel(lambda: shared_kernels.flash_backward_hopper_finish_kernel, (strided, strided), _backward_tile)
+_POSTPROCESS = KernelCall(
+    lambda: shared_kernels.flash_backward_hopper_postprocess_kernel, (strided, strided), _backward_tile
+)
 
 
 def launch_forward(
@@ -156,12 +158,12 @@ def launch_forward(
     return o, L
 
 
-def prepare(o: Queries, dO: Queries, L: PerQuery, launches: Launches) -> tuple[Float[Tensor, "rows parts"], Queries]:
+def preprocess(o: Queries, dO: Queries, L: PerQuery, launches: Launches) -> tuple[Float[Tensor, "rows parts"], Queries]:
     """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
     n_rows = math.ceil(o.shape[-2] / HopperBackward.k_tile_size) * HopperBackward.k_tile_size
     parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, STEP_COLUMNS)
     dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)
-    launch_kernel(_PREPARE, launches, (o, dO, L), (parts, dq_sum))
+    launch_kernel(_PREPROCESS, launches, (o, dO, L), (parts, dq_sum))
     return parts, dq_sum
 
 
@@ -169,11 +171,11 @@ def launch_backward(
     q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
     tile: HopperBackward | None = None,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
-    """Algorithm 2: dq, dk and dv. The sums of dq are added up in no fixed order."""
+    """Algorithm 2: dq, dk and dv. dq is summed in no fixed order."""
     launches = launches_for(is_causal, tile, q, k, v, o, dO, L)
-    dq, dk, dv = map(empty_like, (q, k, v))
-    parts, dq_sum = prepare(o, dO, L, launches)
+    dq, dk, dv = map(empty_output_like, (q, k, v))
+    parts, dq_sum = preprocess(o, dO, L, launches)
     kernel = _BACKWARD_WIDE if padded_head_dim(q.shape[-1]) == 128 else _BACKWARD
     launch_kernel(kernel, launches, (q, k, v, dO, parts, dq_sum), (dk, dv))
-    launch_kernel(_FINISH, launches, (dq, dq_sum), ())
+    launch_kernel(_POSTPROCESS, launches, (dq, dq_sum), ())  # dq comes first: dq_sum is padded, and D is read from dq
     return dq, dk, dv

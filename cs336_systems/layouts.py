@@ -36,14 +36,14 @@ def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
     return all(step == size_in * step_in for (_, step), (size_in, step_in) in pairwise(leading))
 
 
-def empty_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
+def empty_output_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
     return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
 
 
 def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
     """Uninitialised o and L (float32) for the queries q."""
-    return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return empty_output_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
@@ -59,7 +59,7 @@ def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
 def _copyable_strides(
     shape: torch.Size, strides: tuple[int, ...], past_16_bytes: int, element_size: int
 ) -> tuple[int, ...] | None:
-    """As `copyable_strides`, by the layout of x alone: every call of Hopper's kernels asks for all of its tensors."""
+    """As `copyable_strides`, by the layout of x alone: calls that copy ask each time."""
     elements_in_16_bytes = 16 // element_size
     steps = [
         step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride

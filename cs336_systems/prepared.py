@@ -1,10 +1,10 @@
 """Launches prepared once for tensors of one layout, past Triton's front end.
 
 Triton compiles a function in C for each kernel, which takes the grid, the stream and every argument by itself: an
-address, the numbers of a stride, a descriptor encoded for the copy engine. The Python code around it looks at each
+address, strides, a descriptor encoded for the copy engine. The Python code around it looks at each
 argument anew, and encodes each descriptor, on every launch. Here that is done once, and addresses alone are filled in.
 
-What is used of Triton has no documentation, and is that of version 3.6: `launch.TESTED_TRITON` says where it may be.
+What is used of Triton has no documentation, and is that of version 3.6: `launch.TRITON_IS_TESTED` says where to use it.
 """
 
 import inspect
@@ -31,21 +31,23 @@ class Prepared:
     launch_in_c: Callable[..., None]
     n_programs: int
     device: int
-    at: tuple[Callable[[Tensor], tuple[Any, ...]], ...]  # for each tensor: one of its layout -> arguments in its place
+    fill: tuple[
+        Callable[[Tensor], tuple[Any, ...]], ...
+    ]  # for each: another of its layout -> the arguments it stands for
     constants: tuple[Any, ...]
 
     def launch(self, *tensors: Tensor) -> None:
         """Run the kernel on the tensors' device, which has to be the current one."""
         compiled, runtime, active = self.compiled, knobs.runtime, cast(Any, driver.active)
         stream = active.get_current_stream(self.device)
-        arguments = [argument for at, x in zip(self.at, tensors, strict=True) for argument in at(x)]
-        observed = None, None, None
+        arguments = [argument for fill, x in zip(self.fill, tensors, strict=True) for argument in fill(x)]
+        metadata_and_hooks = None, None, None
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler looks on
-            said = compiled.launch_metadata((self.n_programs, 1, 1), stream)
-            observed = said, runtime.launch_enter_hook, runtime.launch_exit_hook
+            metadata = compiled.launch_metadata((self.n_programs, 1, 1), stream)
+            metadata_and_hooks = metadata, runtime.launch_enter_hook, runtime.launch_exit_hook
         self.launch_in_c(
             self.n_programs, 1, 1, stream, compiled.function, False, False, None, None, compiled.packed_metadata,
-            *observed, *arguments, *self.constants,
+            *metadata_and_hooks, *arguments, *self.constants,
         )  # fmt: skip
 
 
@@ -68,8 +70,8 @@ def prepared(
     if launcher.global_scratch_size or launcher.profile_scratch_size or launcher.launch_pdl:
         return None
     remaining = iter(encodings)
-    at = tuple(_like(argument, next(remaining) if _is_descriptor(argument) else None) for argument in arguments)
-    return Prepared(compiled, launch_in_c, n_programs, device.index, at, tuple(constants))
+    fill = tuple(_filler(argument, next(remaining) if _is_descriptor(argument) else None) for argument in arguments)
+    return Prepared(compiled, launch_in_c, n_programs, device.index, fill, tuple(constants))
 
 
 class _Described(NamedTuple):
@@ -86,7 +88,7 @@ def _is_descriptor(argument: Any) -> bool:
     return hasattr(argument, "block_shape")
 
 
-def _like(argument: Any, encoding: Any) -> Callable[[Tensor], tuple[Any, ...]]:
+def _filler(argument: Any, encoding: Any) -> Callable[[Tensor], tuple[Any, ...]]:
     """What makes the arguments that stand for `argument`, for another tensor of the same layout.
 
     Args:

@@ -3,10 +3,10 @@
     uv run scripts/instruction_order.py                        Hopper's own kernels, head dim 64
     uv run scripts/instruction_order.py --d 128 --dtype float16 --no-causal
 
-Under registers, bytes of stack (what does not fit into registers) and shared memory stands, for each innermost loop
-with matrix instructions, how many instructions of each kind it has, and their order: "exp2 x 7" are seven in a row, and
-what has no name here is left out. Each warpgroup has loops of its own. A loop that runs once a tile should show no
-"stack", and matrix instructions issued well before the wait for them.
+For each kernel: registers, bytes of stack (what does not fit into registers), shared memory. Below, for each innermost
+loop with matrix instructions: how many instructions of each kind, then their order ("exp2 x 7" are seven in a row, and
+kinds without a name here are left out). Each warpgroup has loops of its own. A loop that runs once a tile should show
+no "stack", and matrix instructions issued well before the wait for them.
 """
 
 import re
@@ -179,8 +179,9 @@ def in_order(kinds: list[str]) -> str:
 
 def main(config: Config) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    forward, backward = HOPPER_OWN[padded_head_dim(config.d)]
-    for name, of in (("forward", forward_source(config, forward)), ("backward", backward_source(config, backward))):
+    tiles = HOPPER_OWN[padded_head_dim(config.d)]
+    sources = {"forward": forward_source(config, tiles.forward), "backward": backward_source(config, tiles.backward)}
+    for name, of in sources.items():
         result = compiled(of)
         console.print(
             f"{name}: {result.registers} registers at the start, {result.stack} bytes of stack, "

@@ -393,7 +393,7 @@ def test_registers_spills_and_shared_memory_are_read(monkeypatch):
     bench = bench_of()
     assert bench.timed_operands
     monkeypatch.setattr(launch.forward_kernels, "flash_forward_kernel", Kernel())
-    monkeypatch.setattr(launch, "TESTED_TRITON", False)  # nothing is prepared for later launches
+    monkeypatch.setattr(launch, "TRITON_IS_TESTED", False)  # nothing is prepared for later launches
     assert bench.resources("forward", INTERPRETER.forward) == Resources(200, 4, 65536)
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from .layouts import LAYOUTS, contiguous
 from .machine import NATIVE, both_causal, needs_triton
 from .reference import Case, Inputs, Result, assert_within_budget, run_attention
 
-HOPPER = NATIVE and torch.cuda.get_device_capability() == (9, 0) and launch.TESTED_TRITON
+HOPPER = NATIVE and torch.cuda.get_device_capability() == (9, 0) and launch.TRITON_IS_TESTED
 CUDA = torch.device("cuda")
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0, and Triton 3.6")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -30,7 +31,7 @@ def turned_on(monkeypatch):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """As if this machine had a Hopper GPU, where compiled kernels can be launched."""
-    monkeypatch.setattr(launch, "TESTED_TRITON", True)
+    monkeypatch.setattr(launch, "TRITON_IS_TESTED", True)
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
     launch_hopper.suits.cache_clear()
@@ -59,18 +60,27 @@ def test_does_not_suit(on_hopper, device, dtype, d):
     assert not launch_hopper.suits(torch.device(device), dtype, d)
 
 
-@pytest.mark.parametrize("reason", ["Ada", "Blackwell", "interpreter", "other Triton"])
-def test_does_not_suit_elsewhere(on_hopper, reason):
-    if reason == "interpreter":
-        on_hopper.setattr(launch, "is_interpreted", lambda: True)
-    elif reason == "other Triton":
-        on_hopper.setattr(launch, "TESTED_TRITON", False)
-        with pytest.warns(UserWarning, match=r"tested with Triton 3\.6, and here is .*: the portable ones are used"):
-            assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
-    else:
-        capability = {"Ada": (8, 9), "Blackwell": (10, 0)}[reason]
-        on_hopper.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 227 * KIB))
+ELSEWHERE = {
+    "Ada": ("gpu_of", lambda device: Gpu("mocked", (8, 9), 99 * KIB)),
+    "Blackwell": ("gpu_of", lambda device: Gpu("mocked", (10, 0), 227 * KIB)),
+    "interpreter": ("is_interpreted", lambda: True),
+}
+
+
+@pytest.mark.parametrize(("name", "stand_in"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_does_not_suit_elsewhere(on_hopper, name, stand_in):
+    on_hopper.setattr(launch, name, stand_in)
     assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
+
+
+def test_does_not_suit_another_triton(on_hopper):
+    """That is said, once."""
+    on_hopper.setattr(launch, "TRITON_IS_TESTED", False)
+    with pytest.warns(UserWarning, match=r"tested with Triton 3\.6, and here is .*: the portable ones are used"):
+        assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
 
 
 def test_applies(monkeypatch):
@@ -132,19 +142,21 @@ def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if NATIVE else [])])
 def test_parts_add_up(dtype):
     """L and delta, split into numbers of a half type, keep float32's precision whatever their size."""
-    if not launch.TESTED_TRITON:
+    if not launch.TRITON_IS_TESTED:
         pytest.skip("the kernels are for Triton 3.6")
-    from cs336_systems.kernels.hopper.backward_shared import _hiding, tl
+    import triton.language as tl
+
+    from cs336_systems.kernels.hopper.backward_shared import split_of
 
     device = CUDA if NATIVE else torch.device("cpu")
     n, d = 70, 64
-    tile = HOPPER_OWN[64][1]
+    tile = HOPPER_OWN[64].backward
     L = torch.linspace(-12, 12, n, device=device).exp() * torch.tensor([1.0, -1.0], device=device).repeat(n // 2)
     L[3] = -math.inf
     L[4:6] = torch.tensor([1.2e9, -1.2e9])
     L[6:8] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
     o, dO = torch.randn(2, n, d, device=device).to(dtype)
-    parts, dq_sum = launch_hopper.prepare(o, dO, L, launch.launches_for(False, tile, o, dO, L))
+    parts, dq_sum = launch_hopper.preprocess(o, dO, L, launch.launches_for(False, tile, o, dO, L))
     counting = [1.0] * 3 if dtype == torch.bfloat16 else [2.0**15] * 6 + [2.0**4, 2.0**-6]
     weights = torch.tensor(counting + [0.0] * (16 - len(counting)), dtype=torch.float64, device=device)
     parts = parts.double().view(-1, 2, tile.q_tile_size, 16).transpose(0, 1).flatten(1, 2)
@@ -155,7 +167,7 @@ def test_parts_add_up(dtype):
     assert (got_L[4:6] - expected[4:6]).abs().max() < 2e-6 * 1e10 and (got_L[4:6] < expected[4:6]).all(), "rounded up"
     assert (got_L[n:] < -9e9).all() and got_L[3] < -9e9, "where nothing is seen P is 0"
     assert got_L[6] < -1e10 and got_L[7] > 1e10 and got_L.isfinite().all()
-    part, weight = _hiding(tl.float16 if dtype == torch.float16 else tl.bfloat16)
+    part, weight = split_of(tl.float16 if dtype == torch.float16 else tl.bfloat16).hiding
     assert (parts[0, :, len(counting) :] == part).all(), "what hides keys past the last"
     assert ((got_L + (16 - len(counting)) * part * weight) < -1e9).all(), "from every query"
     delta = -(o.double() * dO.double()).sum(-1)
@@ -180,7 +192,7 @@ def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkey
     assert all(layouts.copyable_strides(x) for x in seen[0])
     assert all(layouts.copyable_strides(x) for x in seen[2][:4])
     for got, like in zip((o, *gradients), (q, q, k, v), strict=True):
-        assert got.stride() == layouts.empty_like(like).stride() and layouts.copyable_strides(got)
+        assert got.stride() == layouts.empty_output_like(like).stride() and layouts.copyable_strides(got)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,29 @@ def test_the_environment_turns_them_on_and_off(value, said):
     environment = os.environ | {"CS336_HOPPER": value}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert said in done.stdout + done.stderr and (done.returncode == 0) == (value != "yes")
+
+
+@needs_triton
+def test_copies_have_launches_of_their_own(monkeypatch):
+    """Inputs that have to be copied leave outputs in their own memory order: not those of contiguous inputs."""
+    launched = []
+
+    class Prepared:
+        compiled = None
+
+        def __init__(self, tensors):
+            self.strides = [x.stride() for x in tensors]
+
+        def launch(self, *tensors):
+            launched.append((self.strides, [x.stride() for x in tensors]))
+
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_launch_first", lambda kernel, tile, causal, tensors: (None, Prepared(tensors)))
+    whole, heads_inside = torch.zeros(2, 3, 40, 64).half(), torch.zeros(2, 40, 3, 65).half()[..., 1:].transpose(1, 2)
+    for x in (heads_inside, whole, heads_inside, whole):
+        o, L = launch_hopper.launch_forward(x, x, x, True)
+        launch_hopper.launch_backward(x, x, x, o, x, L, True)
+    assert launched and all(prepared == given for prepared, given in launched)
 
 
 def test_hopper_is_true_or_false():

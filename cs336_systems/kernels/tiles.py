@@ -59,8 +59,8 @@ GPUS: dict[GpuClass, Gpu] = {
 }
 
 
-class Launchable(Protocol):
-    """How a kernel is launched."""
+class AnyTile(Protocol):
+    """What `launch` asks of a tile, portable or Hopper's own."""
 
     @property
     def q_tile_size(self) -> int:
@@ -150,8 +150,9 @@ class HopperBackward(_OnHopper):
     num_stages: int  # query tiles in shared memory
     registers: int  # of each thread that owns keys
     head_group: int  # as in `Tile`
+    # For head dims to 64; beyond, the kernel's are fixed.
     dS_stages: int = 2  # of what the two hand over
-    dq_stages: int = 2  # of what is added to dQ
+    dQ_stages: int = 2  # of what is added to dQ
 
     k_tile_size: ClassVar[int] = 2 * WARPGROUP_ROWS
 
@@ -162,9 +163,17 @@ class HopperBackward(_OnHopper):
             "HEAD_GROUP": self.head_group,
             "STAGES": self.num_stages,
             "dS_STAGES": self.dS_stages,
-            "dQ_STAGES": self.dq_stages,
+            "dQ_STAGES": self.dQ_stages,
             "REGISTERS": self.registers,
         }
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """A tile for each of Hopper's own kernels."""
+
+    forward: HopperForward
+    backward: HopperBackward
 
 
 @dataclass(frozen=True)
@@ -237,13 +246,13 @@ HOPPER = {
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
-# Hopper's own kernels, by padded head dim: (forward, backward). Not timed yet: as the prototypes in the kernel log.
+# For Hopper's own kernels, by padded head dim. The prototypes' choices; no others have been timed.
 HOPPER_OWN = {
-    64: (
+    64: HopperTiles(
         HopperForward(attenders=3, k_tile_size=128, num_stages=2, registers=160, head_group=8, q_in_registers=False),
         HopperBackward(q_tile_size=64, num_stages=4, registers=216, head_group=4, dS_stages=3),
     ),
-    128: (
+    128: HopperTiles(
         HopperForward(attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True),
         HopperBackward(q_tile_size=64, num_stages=2, registers=240, head_group=4),
     ),

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.kernels.hopper.backward_shared import (
     add_to_global,
     make_handover,
-    make_keys,
-    make_queries,
-    query_tiles,
+    make_key_tiles,
+    make_query_ring,
+    query_tile_range,
 )
 from cs336_systems.kernels.hopper.primitives import (
     ROWS,
@@ -35,6 +35,7 @@ from cs336_systems.kernels.hopper.primitives import (
     matrix_of,
     operand_layout,
     product_layout,
+    wait_free,
 )
 from cs336_systems.kernels.primitives import LOG2_E, assigned_tile
 
@@ -49,28 +50,36 @@ def flash_backward_hopper_kernel(
     """Algorithm 2 for the keys j, …, j + K_TILE_SIZE - 1 of one head.
 
     Descriptors: q, dO of (batch, heads, n_queries, D) and dq_sum of (…, D_TILE_SIZE), float32, in tiles of Q_TILE_SIZE;
-    k, v, dk, dv of (batch, heads, n_keys, D) in tiles of ROWS; parts of (rows, PARTS). scale: 1 / sqrt(D).
+    k, v, dk, dv of (batch, heads, n_keys, D) in tiles of ROWS; parts of (rows, PART_COLUMNS). scale: 1 / sqrt(D).
     K_TILE_SIZE: 2 ROWS, a multiple of Q_TILE_SIZE. REGISTERS: of each thread that owns keys.
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(gl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
-    n_tiles, first_tile = query_tiles(j, n_queries, Q_TILE_SIZE, IS_CAUSAL)
+    n_tiles, first_tile = query_tile_range(j, n_queries, Q_TILE_SIZE, IS_CAUSAL)
     part_row = (batch * n_heads + head) * n_tiles * 2 * Q_TILE_SIZE
 
-    keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
+    key_tiles, query_ring = make_key_tiles(k, v, j, n_keys), make_query_ring(q, dO, parts, STAGES)
     handover = make_handover(q, dS_STAGES)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [dQ_STAGES, 1, 1, Q_TILE_SIZE, D_TILE_SIZE], dq_sum.layout)
     dS_free = make_barriers(dS_STAGES, 1)
     fence_async_shared()
 
+    n_steps = n_tiles - first_tile
     gl.warp_specialize(
         [
-            (_warpgroup, (
-                w, q, k, v, dO, parts, dq_sum, dk, dv, keys, queries, handover, dS_free, dq_tiles,
-                batch, head, j, first_tile, n_tiles - first_tile, part_row, scale, IS_CAUSAL,
-            ))
-            for w in (0, 1, 2)
+            (_load_and_form_dq, (
+                q, k, v, dO, parts, dq_sum, key_tiles, query_ring, handover, dS_free, dq_tiles, batch, head, j,
+                first_tile, n_steps, part_row,
+            )),
+            (_form_dk_dv, (
+                0, dk, dv, key_tiles, query_ring, handover, dS_free, batch, head, j, first_tile, n_steps, scale,
+                IS_CAUSAL,
+            )),
+            (_form_dk_dv, (
+                1, dk, dv, key_tiles, query_ring, handover, dS_free, batch, head, j, first_tile, n_steps, scale,
+                IS_CAUSAL,
+            )),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -78,25 +87,8 @@ def flash_backward_hopper_kernel(
 
 
 @gluon.jit
-def _warpgroup(
-    W: gl.constexpr, q, k, v, dO, parts, dq_sum, dk, dv, keys, queries, handover, dS_free, dq_tiles,
-    batch, head, j, first_tile, n_steps, part_row, scale, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup loads and forms dQ, the others own keys."""
-    if W == 0:
-        _load_and_form_dq(
-            q, k, v, dO, parts, dq_sum, keys, queries, handover, dS_free, dq_tiles,
-            batch, head, j, first_tile, n_steps, part_row,
-        )  # fmt: skip
-    else:
-        _form_dk_dv(
-            W - 1, dk, dv, keys, queries, handover, dS_free, batch, head, j, first_tile, n_steps, scale, IS_CAUSAL
-        )
-
-
-@gluon.jit
 def _load_and_form_dq(
-    q, k, v, dO, parts, dq_sum, keys, queries, handover, dS_free, dq_tiles,
+    q, k, v, dO, parts, dq_sum, key_tiles, query_ring, handover, dS_free, dq_tiles,
     batch, head, j, first_tile, n_steps, part_row,
 ):  # fmt: skip
     """Lines 7, 10 and 16: dQ_i += dS K, summed over the two halves of the keys."""
@@ -104,25 +96,21 @@ def _load_and_form_dq(
     D_TILE_SIZE: gl.constexpr = dq_tiles.shape[4]
     dQ_STAGES: gl.constexpr = dq_tiles.shape[0]
     zeros = gl.zeros([Q_TILE_SIZE, D_TILE_SIZE], gl.float32, product_layout(D_TILE_SIZE))
-    keys.load(k, v, batch, head, j)
-    for step in gl.static_range(queries.stages):
-        tile = first_tile + step
-        row = part_row + tile * 2 * Q_TILE_SIZE
-        queries.load(step, step < n_steps, q, dO, parts, batch, head, tile * Q_TILE_SIZE, row)
-    keys.wait()
+    key_tiles.load(k, v, batch, head, j)
+    for step in gl.static_range(query_ring.stages):
+        query_ring.load(step, step < n_steps, q, dO, parts, batch, head, first_tile + step, part_row)
+    key_tiles.wait()
     for step in range(n_steps):
         handover.wait(step)
-        dq_i = warpgroup_mma(handover.dS(0, step), keys.k_j(0), zeros, use_acc=False, is_async=True)
-        dq_i = warpgroup_mma(handover.dS(1, step), keys.k_j(1), dq_i, is_async=True)
-        # Who has handed over dS of this step is done with what step - 1 read: that buffer is free.
-        later = step - 1 + queries.stages
-        tile = first_tile + later
-        row = part_row + tile * 2 * Q_TILE_SIZE
+        dq_i = warpgroup_mma(handover.dS(0, step), key_tiles.k_j(0), zeros, use_acc=False, is_async=True)
+        dq_i = warpgroup_mma(handover.dS(1, step), key_tiles.k_j(1), dq_i, is_async=True)
+        # Both warpgroups have handed over dS of this step, so neither reads the tiles of step - 1 any more.
+        later = step - 1 + query_ring.stages
         wanted = (step > 0) & (later < n_steps)
-        queries.load(later, wanted, q, dO, parts, batch, head, tile * Q_TILE_SIZE, row)
+        query_ring.load(later, wanted, q, dO, parts, batch, head, first_tile + later, part_row)
         dq_i = warpgroup_mma_wait(0, deps=[dq_i])
         mbarrier.arrive(dS_free.index(step % handover.stages), count=1)
-        tma.store_wait(dQ_STAGES - 1)  # this buffer has been added
+        tma.store_wait(dQ_STAGES - 1)  # the copy engine has read this buffer
         matrix_of(dq_tiles, step % dQ_STAGES).store(dq_i)
         fence_async_shared()
         i = (first_tile + step) * Q_TILE_SIZE
@@ -132,64 +120,64 @@ def _load_and_form_dq(
 
 @gluon.jit
 def _form_dk_dv(
-    W: gl.constexpr, dk, dv, keys, queries, handover, dS_free, batch, head, j, first_tile, n_steps, scale,
+    W: gl.constexpr, dk, dv, key_tiles, query_ring, handover, dS_free, batch, head, j, first_tile, n_steps, scale,
     IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Lines 8 to 19 without 16 for the keys j + W · ROWS, …, of one warpgroup."""
-    Q_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[3]
-    D_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[4]
+    Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
+    D_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[4]
     S_LAYOUT: gl.constexpr = product_layout(Q_TILE_SIZE)
     D_LAYOUT: gl.constexpr = product_layout(D_TILE_SIZE)
-    rows = j + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    keys = j + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     zeros = gl.zeros([ROWS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
     dk_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)  # line 8
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
-    weights = keys.weights.index(W)
-    keys.wait()
-    k_j = keys.k_j(W).load(operand_layout(Q_TILE_SIZE))
+    weights = key_tiles.weights.index(W)
+    key_tiles.wait()
+    k_j = key_tiles.k_j(W).load(operand_layout(Q_TILE_SIZE))
 
     S_T = zeros
     if n_steps > 0:
-        queries.wait(0)
-        S_T = warpgroup_mma_wait(0, deps=[queries.scores(0, k_j, weights, zeros)])
+        query_ring.wait(0)
+        S_T = warpgroup_mma_wait(0, deps=[query_ring.scores(0, k_j, weights, zeros)])
     # line 9: first the queries on the diagonal, then those that see every key of this tile
     n_masked = gl.minimum(2 * ROWS // Q_TILE_SIZE, n_steps) if IS_CAUSAL else 0
     for step in range(n_masked):
         S_T, dk_j, dv_j = _step(
-            W, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, rows, keys, queries, handover, dS_free, first_tile,
-            scale, MASKED=True,
+            W, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, keys, key_tiles, query_ring, handover, dS_free,
+            first_tile, scale, MASKED=True,
         )  # fmt: skip
     for step in range(n_masked, n_steps):
         S_T, dk_j, dv_j = _step(
-            W, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, rows, keys, queries, handover, dS_free, first_tile,
-            scale, MASKED=False,
+            W, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, keys, key_tiles, query_ring, handover, dS_free,
+            first_tile, scale, MASKED=False,
         )  # fmt: skip
-    keys.store(W, dv, dv_j, batch, head, j)
-    keys.store(W, dk, dk_j * scale, batch, head, j)
+    key_tiles.store_gradient(W, dv, dv_j, batch, head, j)
+    key_tiles.store_gradient(W, dk, dk_j * scale, batch, head, j)
 
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, rows, keys, queries, handover, dS_free,
-    first_tile, scale, MASKED: gl.constexpr,
+    W: gl.constexpr, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, keys, key_tiles, query_ring, handover,
+    dS_free, first_tile, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Lines 10 to 17 for one query tile, whose S^T - L has been formed; returns that of the next one."""
     Q_TILE_SIZE: gl.constexpr = zeros.shape[1]
     D_LAYOUT: gl.constexpr = operand_layout(dk_j.shape[1])
-    q_i, dO_i = queries.q_i(step), queries.dO_i(step)
-    dP_T = queries.dP(step, keys.v_j(W), weights, zeros)  # line 14
+    q_i, dO_i = query_ring.q_i(step), query_ring.dO_i(step)
+    dP_T = query_ring.dP(step, key_tiles.v_j(W), weights, zeros)  # line 14
     P_T = gl.exp2(S_T * (scale * LOG2_E))  # line 12
     if MASKED:
-        columns = (first_tile + step) * Q_TILE_SIZE + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_T.type.layout))
-        P_T = gl.where(columns[None, :] >= rows[:, None], P_T, 0.0)
+        queries = (first_tile + step) * Q_TILE_SIZE + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_T.type.layout))
+        P_T = gl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
     dv_next = warpgroup_mma(gl.convert_layout(P_T.to(dO_i.dtype), D_LAYOUT), dO_i, dv_j, is_async=True)  # line 13
     # After the last step its scores are formed once more, for nothing.
     next_step = gl.minimum(step + 1, n_steps - 1)
-    queries.wait(next_step)
-    S_next = queries.scores(next_step, k_j, weights, zeros)  # line 11
+    query_ring.wait(next_step)
+    S_next = query_ring.scores(next_step, k_j, weights, zeros)  # line 11
     dP_T = warpgroup_mma_wait(3, deps=[dP_T])  # in flight stay dV, and the two products of the next scores
     dS_T = (P_T * dP_T).to(q_i.dtype)  # line 15, unscaled
-    mbarrier.wait(dS_free.index(step % handover.stages), (step // handover.stages & 1) ^ 1)
+    wait_free(dS_free, step)
     handover.put(W, step, dS_T)
     dk_next = warpgroup_mma(gl.convert_layout(dS_T, D_LAYOUT), q_i, dk_j, is_async=True)  # line 17
     # Sums that stay in flight into the next round of the loop would make the assembler wait after each product.

@@ -1,9 +1,11 @@
 """What both of Hopper's backward kernels share: the plain kernels around them, and what passes through shared memory.
 
 L and delta come as matrix products. Reading them from shared memory, a number for each column of S^T, costs more than
-a matmul: instead each is split into parts of the inputs' dtype, PARTS columns, and S^T - L becomes K q^T + weights ·
-parts^T, one more step of the same product.
+a matmul: instead each is split into parts of the inputs' dtype, PART_COLUMNS columns, and S^T - L becomes K q^T +
+weights · parts^T, one more step of the same product.
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -14,15 +16,36 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.kernels.hopper.primitives import ROWS, make_barriers, matrix_of
+from cs336_systems.kernels.hopper.primitives import ROWS, make_barriers, matrix_of, wait_filled
 from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, per_query, store_tile
 from cs336_systems.kernels.tiles import STEP_COLUMNS
 
-PARTS = gl.constexpr(STEP_COLUMNS)  # columns of the split L and delta
+PART_COLUMNS = gl.constexpr(STEP_COLUMNS)  # of the split L and delta
+
+
+@dataclass(frozen=True)
+class Split:
+    """How float32 numbers are split into numbers of a 16-bit type."""
+
+    weights: tuple[float, ...]  # what each part counts for
+    largest_part: float
+    largest: float  # an L past it, in the units of unscaled scores, is taken for this one
+    hiding: tuple[float, float]  # (part, weight) of each column that is left: their products make P 0, whatever L
+
+
+# bfloat16 has float32's range, and 8 bits: three parts make 24. float16 has 11 bits, ends at 65504 and loses bits below
+# 2^-14: six parts of weight 2^15 reach 2^33, and the last weight leaves an error of at most 2^-31.
+BFLOAT16 = gl.constexpr(Split((1.0,) * 3, 3e38, 1e20, (1.0, -1e30)))
+FLOAT16 = gl.constexpr(Split((2.0**15,) * 6 + (2.0**4, 2.0**-6), 65504.0, 1.2e10, (2.0**15, -65504.0)))
+
+
+@triton.constexpr_function
+def split_of(dtype):
+    return (BFLOAT16 if dtype == tl.bfloat16 else FLOAT16).value
 
 
 @triton.jit
-def flash_backward_hopper_prepare_kernel(
+def flash_backward_hopper_preprocess_kernel(
     o, dO, L_ptr, parts_ptr, dq_sum, n_heads, n_batch_heads, n_queries, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -30,8 +53,8 @@ def flash_backward_hopper_prepare_kernel(
 
     o, dO: (batch, heads, n_queries, D); dq_sum: float32, (batch, heads, n_queries, D_TILE_SIZE). L_ptr: float32,
     contiguous (batch, heads, n_queries), natural logarithm. parts_ptr: (batch · heads, query tiles, 2, Q_TILE_SIZE,
-    PARTS) in the dtype of dO: -L in the units of unscaled scores, and -delta; as many query tiles as fill tiles of
-    K_TILE_SIZE.
+    PART_COLUMNS) in the dtype of dO: -L in the units of unscaled scores, and -delta; as many query tiles as fill tiles
+    of K_TILE_SIZE.
     """
     n_tiles = tl.cdiv(n_queries, K_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, 1)
@@ -45,69 +68,34 @@ def flash_backward_hopper_prepare_kernel(
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
     rows = tl.arange(0, K_TILE_SIZE)
     seen = (i + rows < n_queries) & (L_i > float("-inf"))
-    LARGEST: tl.constexpr = _largest(dO_i.dtype)
-    L_i = tl.clamp(tl.where(seen, L_i / scale, LARGEST), -LARGEST, LARGEST)
+    SPLIT: tl.constexpr = split_of(dO_i.dtype)
+    L_i = tl.clamp(tl.where(seen, L_i / scale, SPLIT.largest), -SPLIT.largest, SPLIT.largest)
 
-    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PARTS
+    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PART_COLUMNS
     row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
-    pointers = parts_ptr + first + row_of_L[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-    tl.store(pointers, _in_parts(-L_i, _hiding(dO_i.dtype)[0], dO_i.dtype))
-    tl.store(pointers + Q_TILE_SIZE * PARTS, _in_parts(-delta_i, 0.0, dO_i.dtype))
+    pointers = parts_ptr + first + row_of_L[:, None] * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
+    tl.store(pointers, _in_parts(-L_i, SPLIT.hiding[0], dO_i.dtype))
+    tl.store(pointers + Q_TILE_SIZE * PART_COLUMNS, _in_parts(-delta_i, 0.0, dO_i.dtype))
     zeros = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
     store_tile(dq_sum, batch, head, i, n_queries, zeros, D_TILE_SIZE, K_TILE_SIZE, D_TILE_SIZE)
 
 
 @triton.jit
 def _in_parts(x, rest: tl.constexpr, dtype: tl.constexpr):
-    """(rows, PARTS): numbers of `dtype` whose sum, each times its weight, is x to float32's last bits; then `rest`."""
-    column = tl.arange(0, PARTS)[None, :]
-    result = tl.full([x.shape[0], PARTS], rest, tl.float32).to(dtype)
-    LARGEST: tl.constexpr = _largest_part(dtype)
-    for part in tl.static_range(_n_parts(dtype)):
-        weight = _weight(part, dtype)
-        rounded = tl.clamp(x / weight, -LARGEST, LARGEST).to(dtype)
+    """(rows, PART_COLUMNS): parts whose sum, each times its weight, is x to float32's last bits; then `rest`."""
+    column = tl.arange(0, PART_COLUMNS)[None, :]
+    result = tl.full([x.shape[0], PART_COLUMNS], rest, tl.float32).to(dtype)
+    SPLIT: tl.constexpr = split_of(dtype)
+    for part in tl.static_range(len(SPLIT.weights)):
+        weight = SPLIT.weights[part]
+        rounded = tl.clamp(x / weight, -SPLIT.largest_part, SPLIT.largest_part).to(dtype)
         result = tl.where(column == part, rounded[:, None], result)
         x = x - rounded.to(tl.float32) * weight
     return result
 
 
-# bfloat16 has float32's range, and 8 bits: three parts make 24. float16 has 11 bits but ends at 65504, and below 2^-14
-# has fewer: weights keep each part where there are all, from 2^-31 on; six parts of the largest weight reach 2^33.
-FLOAT16_WEIGHTS = gl.constexpr((2.0**15,) * 6 + (2.0**4, 2.0**-6))
-
-
-@triton.constexpr_function
-def _n_parts(dtype):
-    return 3 if dtype == tl.bfloat16 else len(FLOAT16_WEIGHTS.value)
-
-
-@triton.constexpr_function
-def _weight(part, dtype):
-    """What part number `part` counts for."""
-    return 1.0 if dtype == tl.bfloat16 else FLOAT16_WEIGHTS.value[part]
-
-
-@triton.constexpr_function
-def _largest_part(dtype):
-    return 3e38 if dtype == tl.bfloat16 else 65504.0
-
-
-@triton.constexpr_function
-def _largest(dtype):
-    """The largest L, in the units of unscaled scores, that is split into parts: past it, it is taken for this one."""
-    return 1e20 if dtype == tl.bfloat16 else 1.2e10
-
-
-@triton.constexpr_function
-def _hiding(dtype):
-    """(part, weight) whose product, in each column that is left, takes so much from a score that its P is 0 for the
-    smallest L as well.
-    """
-    return (1.0, -1e30) if dtype == tl.bfloat16 else (2.0**15, -65504.0)
-
-
 @triton.jit
-def flash_backward_hopper_finish_kernel(
+def flash_backward_hopper_postprocess_kernel(
     dq, dq_sum, n_heads, n_batch_heads, n_queries, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -126,12 +114,12 @@ def add_to_global(x, coordinates, tile, _semantic=None):
 
 
 @aggregate
-class Keys:
+class KeyTiles:
     """This program's 2 · ROWS keys, a half for each of two warpgroups, and the weights of the parts for each key."""
 
     k_tiles: gl.shared_memory_descriptor  # (2, 1, 1, ROWS, D)
     v_tiles: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor  # (2, ROWS, PARTS)
+    weights: gl.shared_memory_descriptor  # (2, ROWS, PART_COLUMNS)
     filled: gl.shared_memory_descriptor  # one barrier: K and V have arrived
 
     @gluon.constexpr_function
@@ -166,7 +154,7 @@ class Keys:
         return matrix_of(self.v_tiles, half)
 
     @gluon.jit
-    def store(self, half: gl.constexpr, x, gradient, batch, head, j):
+    def store_gradient(self, half: gl.constexpr, x, gradient, batch, head, j):
         """Line 19 for one half, through the buffer of V, which nobody reads any more; rows past n_keys are left out."""
         self.v_j(half).store(gradient.to(x.dtype))
         fence_async_shared()
@@ -175,41 +163,42 @@ class Keys:
 
 
 @gluon.jit
-def make_keys(k, v, j, n_keys):
+def make_key_tiles(k, v, j, n_keys):
     """Room for the keys j, …, j + 2 · ROWS - 1."""
     k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, ROWS, k.block_type.shape[3]], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, ROWS, v.block_type.shape[3]], v.layout)
-    weights = gl.allocate_shared_memory(k.dtype, [2, ROWS, PARTS], gl.NVMMASharedLayout(32, 16, 2))
+    weights = gl.allocate_shared_memory(k.dtype, [2, ROWS, PART_COLUMNS], gl.NVMMASharedLayout(32, 16, 2))
     for half in gl.static_range(2):
         weights.index(half).store(_weights(j + half * ROWS, n_keys, k.dtype))
     filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(filled, count=1)
-    return Keys(k_tiles, v_tiles, weights, filled)
+    return KeyTiles(k_tiles, v_tiles, weights, filled)
 
 
 @gluon.jit
 def _weights(j, n_keys, dtype: gl.constexpr):
-    """(ROWS, PARTS): for each key from j on, what the parts count for.
+    """(ROWS, PART_COLUMNS): for each key from j on, what the parts count for.
 
     The columns that are left are the same for every query. They hide keys past n_keys, which come as zeros and would
     have scores of 0: their P is 0. For all other keys they count for nothing.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     keys = j + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
-    weights = gl.where((keys >= n_keys)[:, None], _hiding(dtype)[1], gl.zeros([ROWS, PARTS], gl.float32, LAYOUT))
-    for part in gl.static_range(_n_parts(dtype)):
-        weights = gl.where(column == part, _weight(part, dtype), weights)
+    column = gl.arange(0, PART_COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    SPLIT: gl.constexpr = split_of(dtype)
+    weights = gl.where((keys >= n_keys)[:, None], SPLIT.hiding[1], gl.zeros([ROWS, PART_COLUMNS], gl.float32, LAYOUT))
+    for part in gl.static_range(len(SPLIT.weights)):
+        weights = gl.where(column == part, SPLIT.weights[part], weights)
     return weights.to(dtype)
 
 
 @aggregate
-class Queries:
+class QueryRing:
     """The query tiles that see these keys, one a step: Q, dO, and L and delta in parts, `stages` steps in a ring."""
 
     q_tiles: gl.shared_memory_descriptor  # (stages, 1, 1, Q_TILE_SIZE, D)
     dO_tiles: gl.shared_memory_descriptor
-    part_tiles: gl.shared_memory_descriptor  # (2 · stages, Q_TILE_SIZE, PARTS): L, delta, L, delta, …
+    part_tiles: gl.shared_memory_descriptor  # (2 · stages, Q_TILE_SIZE, PART_COLUMNS): L, delta, L, delta, …
     filled: gl.shared_memory_descriptor  # (stages, 1): all four have arrived
     stages: gl.constexpr
 
@@ -222,22 +211,24 @@ class Queries:
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def load(self, step, wanted, q, dO, parts, batch, head, i, part_row):
-        """Line 10: the tile at query i, whose parts begin at part_row; nothing unless wanted."""
+    def load(self, step, wanted, q, dO, parts, batch, head, tile, part_row):
+        """Line 10: query tile number `tile`, nothing unless wanted. part_row: where this head's parts begin."""
         rows: gl.constexpr = self.q_tiles.shape[3]
         width: gl.constexpr = self.q_tiles.shape[4]
+        i = tile * rows
         stage = step % self.stages
         arrived = self.filled.index(stage)
-        mbarrier.expect(arrived, 2 * rows * (width + PARTS) * 2, pred=wanted)
+        mbarrier.expect(arrived, 2 * rows * (width + PART_COLUMNS) * 2, pred=wanted)
         tma.async_copy_global_to_shared(q, [batch, head, i, 0], arrived, self.q_tiles.index(stage), pred=wanted)
         for which in gl.static_range(2):
-            tile = self.part_tiles.index(2 * stage + which)
-            tma.async_copy_global_to_shared(parts, [part_row + which * rows, 0], arrived, tile, pred=wanted)
+            part_tile = self.part_tiles.index(2 * stage + which)
+            row = part_row + 2 * i + which * rows
+            tma.async_copy_global_to_shared(parts, [row, 0], arrived, part_tile, pred=wanted)
         tma.async_copy_global_to_shared(dO, [batch, head, i, 0], arrived, self.dO_tiles.index(stage), pred=wanted)
 
     @gluon.jit
     def wait(self, step):
-        mbarrier.wait(self.filled.index(step % self.stages), step // self.stages & 1)
+        wait_filled(self.filled, step)
 
     @gluon.jit
     def q_i(self, step):
@@ -265,13 +256,13 @@ class Queries:
 
 
 @gluon.jit
-def make_queries(q, dO, parts, stages: gl.constexpr):
+def make_query_ring(q, dO, parts, stages: gl.constexpr):
     """Room for `stages` tiles of each of the descriptors."""
     block: gl.constexpr = q.block_type.shape
     q_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], q.layout)
     dO_tiles = gl.allocate_shared_memory(q.dtype, [stages, 1, 1, block[2], block[3]], dO.layout)
-    part_tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, block[2], PARTS], parts.layout)
-    return Queries(q_tiles, dO_tiles, part_tiles, make_barriers(stages, 1), stages)
+    part_tiles = gl.allocate_shared_memory(q.dtype, [2 * stages, block[2], PART_COLUMNS], parts.layout)
+    return QueryRing(q_tiles, dO_tiles, part_tiles, make_barriers(stages, 1), stages)
 
 
 @aggregate
@@ -298,7 +289,7 @@ class Handover:
 
     @gluon.jit
     def wait(self, step):
-        mbarrier.wait(self.filled.index(step % self.stages), step // self.stages & 1)
+        wait_filled(self.filled, step)
 
     @gluon.jit
     def dS(self, half: gl.constexpr, step):
@@ -315,8 +306,10 @@ def make_handover(q, stages: gl.constexpr):
 
 
 @gluon.jit
-def query_tiles(j, n_queries, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(all, first): how many query tiles there are, in pairs that fill tiles of keys; and the first that sees key j."""
+def query_tile_range(j, n_queries, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(n_tiles, first): how many query tiles there are, counted up to a multiple of 2 · ROWS queries, as `parts` is
+    padded; and the first that sees key j.
+    """
     per_key_tile: gl.constexpr = 2 * ROWS // Q_TILE_SIZE
     n_tiles = gl.cdiv(n_queries, 2 * ROWS) * per_key_tile
     return n_tiles, gl.minimum(j // Q_TILE_SIZE, n_tiles) if IS_CAUSAL else 0

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.kernels.hopper.backward_shared import (
     add_to_global,
     make_handover,
-    make_keys,
-    make_queries,
-    query_tiles,
+    make_key_tiles,
+    make_query_ring,
+    query_tile_range,
 )
 from cs336_systems.kernels.hopper.primitives import (
     ROWS,
@@ -31,6 +31,7 @@ from cs336_systems.kernels.hopper.primitives import (
     matrix_of,
     operand_layout,
     product_layout,
+    wait_free,
 )
 from cs336_systems.kernels.primitives import LOG2_E, assigned_tile
 
@@ -47,24 +48,29 @@ def flash_backward_hopper_wide_kernel(
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(gl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
-    n_tiles, first_tile = query_tiles(j, n_queries, Q_TILE_SIZE, IS_CAUSAL)
+    n_tiles, first_tile = query_tile_range(j, n_queries, Q_TILE_SIZE, IS_CAUSAL)
     part_row = (batch * n_heads + head) * n_tiles * 2 * Q_TILE_SIZE
 
+    key_tiles, query_ring = make_key_tiles(k, v, j, n_keys), make_query_ring(q, dO, parts, STAGES)
     # Two stages of dS: who writes that of step + 2 has waited for that of step + 1, which the other handed over after
     # its products of this step.
-    keys, queries = make_keys(k, v, j, n_keys), make_queries(q, dO, parts, STAGES)
     handover = make_handover(q, 2)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 1, Q_TILE_SIZE, D_TILE_SIZE // 2], dq_sum.layout)
     free = make_barriers(STAGES, 2)
     fence_async_shared()
 
+    n_steps = n_tiles - first_tile
     gl.warp_specialize(
         [
-            (_warpgroup, (
-                w, q, k, v, dO, parts, dq_sum, dk, dv, keys, queries, handover, free, dq_tiles,
-                batch, head, j, first_tile, n_tiles - first_tile, part_row, scale, IS_CAUSAL,
-            ))
-            for w in (0, 1, 2)
+            (_load, (q, k, v, dO, parts, key_tiles, query_ring, free, batch, head, j, first_tile, n_steps, part_row)),
+            (_form_gradients, (
+                0, dk, dv, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head, j, first_tile,
+                n_steps, scale, IS_CAUSAL,
+            )),
+            (_form_gradients, (
+                1, dk, dv, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head, j, first_tile,
+                n_steps, scale, IS_CAUSAL,
+            )),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -72,83 +78,65 @@ def flash_backward_hopper_wide_kernel(
 
 
 @gluon.jit
-def _warpgroup(
-    W: gl.constexpr, q, k, v, dO, parts, dq_sum, dk, dv, keys, queries, handover, free, dq_tiles,
-    batch, head, j, first_tile, n_steps, part_row, scale, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The first warpgroup loads, the others own keys."""
-    if W == 0:
-        _load(q, k, v, dO, parts, keys, queries, free, batch, head, j, first_tile, n_steps, part_row)
-    else:
-        _form_gradients(
-            W - 1, dk, dv, dq_sum, keys, queries, handover, free, dq_tiles, batch, head, j, first_tile, n_steps, scale,
-            IS_CAUSAL,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _load(q, k, v, dO, parts, keys, queries, free, batch, head, j, first_tile, n_steps, part_row):
+def _load(q, k, v, dO, parts, key_tiles, query_ring, free, batch, head, j, first_tile, n_steps, part_row):
     """Lines 7 and 10."""
-    Q_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[3]
-    keys.load(k, v, batch, head, j)
+    key_tiles.load(k, v, batch, head, j)
     for step in range(n_steps):
-        tile = first_tile + step
-        row = part_row + tile * 2 * Q_TILE_SIZE
-        mbarrier.wait(free.index(step % queries.stages), (step // queries.stages & 1) ^ 1)
-        queries.load(step, True, q, dO, parts, batch, head, tile * Q_TILE_SIZE, row)
+        wait_free(free, step)
+        query_ring.load(step, True, q, dO, parts, batch, head, first_tile + step, part_row)
 
 
 @gluon.jit
 def _form_gradients(
-    W: gl.constexpr, dk, dv, dq_sum, keys, queries, handover, free, dq_tiles, batch, head, j, first_tile, n_steps,
-    scale, IS_CAUSAL: gl.constexpr,
+    W: gl.constexpr, dk, dv, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head, j, first_tile,
+    n_steps, scale, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Lines 8 to 19 for the keys j + W · ROWS, …, of one warpgroup, and its half of dQ's columns."""
-    Q_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[3]
-    D_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[4]
+    Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
+    D_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[4]
     D_LAYOUT: gl.constexpr = product_layout(D_TILE_SIZE)
-    rows = j + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(Q_TILE_SIZE)))
+    keys = j + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(Q_TILE_SIZE)))
     dk_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)  # line 8
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
-    keys.wait()
+    key_tiles.wait()
     # line 9: first the queries on the diagonal, unless there are none at all, then those that see all of these keys
     N_MASKED: gl.constexpr = 2 * ROWS // Q_TILE_SIZE if IS_CAUSAL else 0
     if n_steps > 0:
         for step in gl.static_range(N_MASKED):
             dk_j, dv_j = _step(
-                W, step, dk_j, dv_j, rows, dq_sum, keys, queries, handover, free, dq_tiles, batch, head, first_tile,
-                scale, MASKED=True,
+                W, step, dk_j, dv_j, keys, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head,
+                first_tile, scale, MASKED=True,
             )  # fmt: skip
     for step in range(N_MASKED, n_steps):
         dk_j, dv_j = _step(
-            W, step, dk_j, dv_j, rows, dq_sum, keys, queries, handover, free, dq_tiles, batch, head, first_tile,
-            scale, MASKED=False,
+            W, step, dk_j, dv_j, keys, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head,
+            first_tile, scale, MASKED=False,
         )  # fmt: skip
-    keys.store(W, dv, dv_j, batch, head, j)
-    keys.store(W, dk, dk_j * scale, batch, head, j)
+    key_tiles.store_gradient(W, dv, dv_j, batch, head, j)
+    key_tiles.store_gradient(W, dk, dk_j * scale, batch, head, j)
 
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, step, dk_j, dv_j, rows, dq_sum, keys, queries, handover, free, dq_tiles, batch, head, first_tile,
-    scale, MASKED: gl.constexpr,
+    W: gl.constexpr, step, dk_j, dv_j, keys, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head,
+    first_tile, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Lines 10 to 17 for one query tile."""
-    Q_TILE_SIZE: gl.constexpr = queries.q_tiles.shape[3]
+    Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
     HALF: gl.constexpr = dq_tiles.shape[4]
     S_LAYOUT: gl.constexpr = product_layout(Q_TILE_SIZE)
     D_LAYOUT: gl.constexpr = operand_layout(dk_j.shape[1])
     zeros = gl.zeros([ROWS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
     i = (first_tile + step) * Q_TILE_SIZE
-    weights, q_i, dO_i = keys.weights.index(W), queries.q_i(step), queries.dO_i(step)
-    queries.wait(step)
-    S_T = queries.scores(step, keys.k_j(W), weights, zeros)  # line 11
-    dP_T = queries.dP(step, keys.v_j(W), weights, zeros)  # line 14
+    weights, q_i, dO_i = key_tiles.weights.index(W), query_ring.q_i(step), query_ring.dO_i(step)
+    query_ring.wait(step)
+    S_T = query_ring.scores(step, key_tiles.k_j(W), weights, zeros)  # line 11
+    dP_T = query_ring.dP(step, key_tiles.v_j(W), weights, zeros)  # line 14
     S_T = warpgroup_mma_wait(2, deps=[S_T])
     P_T = gl.exp2(S_T * (scale * LOG2_E))  # line 12
     if MASKED:
-        columns = i + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
-        P_T = gl.where(columns[None, :] >= rows[:, None], P_T, 0.0)
+        queries = i + gl.arange(0, Q_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
+        P_T = gl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
     dv_next = warpgroup_mma(gl.convert_layout(P_T.to(dO_i.dtype), D_LAYOUT), dO_i, dv_j, is_async=True)  # line 13
     dP_T = warpgroup_mma_wait(1, deps=[dP_T])
     dS_T = (P_T * dP_T).to(q_i.dtype)  # line 15, unscaled
@@ -157,11 +145,11 @@ def _step(
     handover.wait(step)
     dq_i = gl.zeros([Q_TILE_SIZE, HALF], gl.float32, product_layout(HALF))
     for half in gl.static_range(2):  # line 16, for both halves of the keys
-        columns_of_k = keys.k_j(half).slice(W * HALF, HALF, 1)
+        columns_of_k = key_tiles.k_j(half).slice(W * HALF, HALF, 1)
         dq_i = warpgroup_mma(handover.dS(half, step), columns_of_k, dq_i, use_acc=half > 0, is_async=True)
     dk_j, dv_j, dq_i = warpgroup_mma_wait(0, deps=[dk_next, dv_next, dq_i])
-    mbarrier.arrive(free.index(step % queries.stages), count=1)
-    tma.store_wait(0)  # the buffer has been added
+    mbarrier.arrive(free.index(step % query_ring.stages), count=1)
+    tma.store_wait(0)  # the copy engine has read the buffer
     matrix_of(dq_tiles, W).store(dq_i)
     fence_async_shared()
     add_to_global(dq_sum, [batch, head, i, W * HALF], dq_tiles.index(W))

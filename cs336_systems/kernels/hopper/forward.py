@@ -12,10 +12,10 @@ from cs336_systems.kernels.hopper.primitives import (
     make_ring,
     matrix_of,
     operand_layout,
+    partial_row_sums,
     pass_turn,
     product_layout,
     row_max,
-    row_sums_in_parts,
     wait_for_turn,
 )
 from cs336_systems.kernels.primitives import LN_2, LOG2_E, assigned_tile, per_query, visible
@@ -40,8 +40,9 @@ def flash_forward_hopper_kernel(
     L = per_query(L_ptr, batch, head, n_heads, n_queries)
 
     ATTENDERS: gl.constexpr = Q_TILE_SIZE // ROWS
-    # A warpgroup passes over the key tiles that come after its queries without having waited for them: no more of them
-    # than there are stages, or it could free a buffer for a use that has not begun.
+    # A warpgroup passes over the key tiles that come after its queries without waiting for them. They have to be fewer
+    # than the stages: the first tile that it waits for must be the first use of its buffer, for a barrier tells no more
+    # than two successive phases apart.
     gl.static_assert((Q_TILE_SIZE - ROWS + K_TILE_SIZE - 1) // K_TILE_SIZE < STAGES)
     q_tiles = make_ring(q, ATTENDERS, 1)
     k_tiles = make_ring(k, STAGES, ATTENDERS)
@@ -59,8 +60,8 @@ def flash_forward_hopper_kernel(
             ))
             for w in ((0, 1, 2) if ATTENDERS == 2 else (0, 1, 2, 3))
         ],
-        [4 for w in ((1, 2) if ATTENDERS == 2 else (1, 2, 3))],
-        [REGISTERS for w in ((1, 2) if ATTENDERS == 2 else (1, 2, 3))],
+        [4, 4] if ATTENDERS == 2 else [4, 4, 4],
+        [REGISTERS, REGISTERS] if ATTENDERS == 2 else [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def _attend(
     i += W * ROWS
     zeros = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     o_i = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, O_LAYOUT)  # line 6
-    l = row_sums_in_parts(zeros)
+    l = partial_row_sums(zeros)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
 
     # line 7: the key tiles that come after all of these queries are other warpgroups'
@@ -181,6 +182,6 @@ def _softmax(S, m, l, o_i, score_scale, dtype: gl.constexpr):
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     P = gl.exp2(S * score_scale - shift[:, None])  # line 11
     rescale = gl.exp2(m - shift)
-    l = gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] * l + row_sums_in_parts(P)  # line 12
+    l = gl.convert_layout(rescale, gl.SliceLayout(1, l.type.layout))[:, None] * l + partial_row_sums(P)  # line 12
     o_i = o_i * gl.convert_layout(rescale, gl.SliceLayout(1, o_i.type.layout))[:, None]
     return gl.convert_layout(P.to(dtype), operand_layout(o_i.shape[1])), m_new, l, o_i

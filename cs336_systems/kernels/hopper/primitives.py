@@ -35,16 +35,15 @@ class Ring:
         rows: gl.constexpr = self.buffers.shape[3]
         width: gl.constexpr = self.buffers.shape[4]
         stage = i % self.stages
-        mbarrier.wait(self.free.index(stage), (i // self.stages & 1) ^ 1)
+        wait_free(self.free, i)
         mbarrier.expect(self.filled.index(stage), rows * width * 2)
         tma.async_copy_global_to_shared(x, [batch, head, row, 0], self.filled.index(stage), self.buffers.index(stage))
 
     @gluon.jit
     def get(self, i):
         """The buffer of use i, as a matrix, once it is filled."""
-        stage = i % self.stages
-        mbarrier.wait(self.filled.index(stage), i // self.stages & 1)
-        return matrix_of(self.buffers, stage)
+        wait_filled(self.filled, i)
+        return matrix_of(self.buffers, i % self.stages)
 
     @gluon.jit
     def release(self, i):
@@ -70,6 +69,21 @@ def make_barriers(stages: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def wait_filled(filled, i):
+    """Wait until use i of a ring's buffers is filled."""
+    mbarrier.wait(filled.index(i % filled.shape[0]), i // filled.shape[0] & 1)
+
+
+@gluon.jit
+def wait_free(free, i):
+    """Wait until the use before use i of its buffer is over.
+
+    The first use waits for nothing: a barrier that has completed no phase counts as having completed one of parity 1.
+    """
+    mbarrier.wait(free.index(i % free.shape[0]), (i // free.shape[0] & 1) ^ 1)
+
+
+@gluon.jit
 def matrix_of(buffers, index):
     """One of the buffers (…, 1, 1, rows, columns), as the copy engine takes them, as a matrix (rows, columns)."""
     rows: gl.constexpr = buffers.shape[3]
@@ -86,7 +100,7 @@ def product_layout(columns):
 @gluon.constexpr_function
 def operand_layout(columns):
     """How a warpgroup holds a left operand of 16-bit numbers whose product has so many columns."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
+    return gl.DotOperandLayout(0, product_layout(columns), 2)
 
 
 @gluon.jit
@@ -99,8 +113,8 @@ def row_max(S):
 
 
 @gluon.jit
-def row_sums_in_parts(P):
-    """(rows, 8): the sums of those columns of each row that lie in one thread: no exchange between threads."""
+def partial_row_sums(P):
+    """(rows, 8): sums over every eighth column, each within one thread, so that no threads exchange anything."""
     rows: gl.constexpr = P.shape[0]
     columns: gl.constexpr = P.shape[1]
     return gl.sum(gl.reshape(P, [rows, columns // 8, 8]), 1)
