@@ -30,8 +30,8 @@ from cs336_systems.bench.measure import Duration
 from cs336_systems.bench.record import read_rows
 from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
 from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
-from cs336_systems.kernels.tiles import user_table_path
 from cs336_systems.tile_search import Tables, TileBench, compiled_ahead, rankings, row_name
+from cs336_systems.user_tiles import user_table_path
 
 
 @dataclass(frozen=True)

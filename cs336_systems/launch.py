@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.inputs import Keys, PerQuery, Queries
-from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim, pick_tiles
+from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim
 from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
+from cs336_systems.user_tiles import pick_tiles
 
 try:
     import triton

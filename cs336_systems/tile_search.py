@@ -32,12 +32,10 @@ from cs336_systems.kernels.tiles import (
     Tile,
     Tiles,
     padded_head_dim,
-    pick_tiles,
     shared_memory_bound,
     shipped_tiles,
-    table_key,
-    write_user_table,
 )
+from cs336_systems.user_tiles import pick_tiles, table_key, write_user_table
 
 COMPILE_S = 300  # after which a tile is given up as one that hangs
 # Each length is a multiple of no tile size from 32 on. They have the divisors that Triton compiles for (16) in common

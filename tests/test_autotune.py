@@ -1,15 +1,13 @@
-"""autotune.py: which tiles are tried, how each can end, what a second run does, the ranking, the user's own table."""
+"""autotune.py: which tiles are tried, how each can end, what a second run does, the ranking, what --write writes."""
 
 import ast
 import io
-import json
 import os
 import pickle
 import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -43,7 +41,7 @@ from cs336_systems.bench.tuning import (
 from cs336_systems.bench.workers import done_apart
 from cs336_systems.bench.workload import AttentionShape
 from cs336_systems.kernels import tiles
-from cs336_systems.kernels.tiles import HOPPER, INTERPRETER, KERNELS, KIB, Gpu, Tile, pick_tiles, shipped_tiles
+from cs336_systems.kernels.tiles import HOPPER, INTERPRETER, KERNELS, KIB, Gpu, Tile, shipped_tiles
 from cs336_systems.tile_search import (
     CHECK_LENGTHS,
     TUNED,
@@ -56,6 +54,7 @@ from cs336_systems.tile_search import (
     tile_from_text,
     tile_text,
 )
+from cs336_systems.user_tiles import read_user_table
 
 from .bench_examples import CPU, row
 from .machine import DEVICE, INTERPRETED, needs_triton
@@ -497,143 +496,30 @@ def test_one_table_a_kernel_and_each_note_once():
     assert out.getvalue().count("how times are taken") == 1
 
 
-# The user's table
+# What --write writes
 
 
-@pytest.fixture
-def user_table(tmp_path, monkeypatch) -> Iterator[Path]:
-    path = tmp_path / "a" / "tiles.json"
-    monkeypatch.setenv("CS336_TILES", str(path))
-    pick_tiles.cache_clear()
-    yield path
-    pick_tiles.cache_clear()
-
-
-OWN = Tile(32, 64, 2, 4, head_group=2, by_descriptor=True, max_registers=128)
-
-
-def test_the_users_table_goes_before_the_shipped_one(user_table):
-    """For that GPU, width and size of element, and for the kernels it has; everything else is as shipped."""
-    shipped = shipped_tiles(H200, 64, torch.bfloat16)
-    assert pick_tiles(H200, 64, torch.bfloat16) == shipped
-    tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"dq": OWN})
-    assert pick_tiles(H200, 64, torch.bfloat16) == replace(shipped, dq=OWN)
-    assert pick_tiles(H200, 50, torch.float16) == replace(shipped, dq=OWN), "the same size and padded head dim"
-    for other in (
-        (H200, 128, torch.bfloat16),
-        (H200, 64, torch.float32),
-        (replace(H200, name="H100"), 64, torch.float16),
-    ):
-        assert pick_tiles(*other) == shipped_tiles(*other)
-    assert shipped_tiles(H200, 64, torch.bfloat16) == shipped
-
-
-def test_the_users_table_is_cut_to_fit(user_table):
-    tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"forward": replace(OWN, k_tile_size=256)})
-    small = replace(H200, shared_memory=64 * KIB)
-    picked = pick_tiles(small, 64, torch.bfloat16).forward
-    assert picked.num_stages < 4
-    assert tiles.shared_memory_bound(KERNELS[0], picked, 64, torch.bfloat16, small) <= 64 * KIB
-
-
-def test_writing_keeps_what_is_there(user_table):
-    tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"dq": OWN})
-    tiles.write_user_table(user_table, replace(H200, name="Ünbekannt"), 64, torch.bfloat16, {"dq": OWN})
-    tiles.write_user_table(user_table, H200, 64, torch.float16, {"forward": OWN})
-    tiles.write_user_table(user_table, H200, 64, torch.float32, {"forward": OWN})
-    assert tiles.read_user_table(user_table) == {
-        "NVIDIA H200": {"2/64": {"dq": OWN, "forward": OWN}, "4/64": {"forward": OWN}},
-        "Ünbekannt": {"2/64": {"dq": OWN}},
-    }
-    assert list(user_table.parent.iterdir()) == [user_table]
-
-
-def test_a_write_that_fails_leaves_the_old_table(user_table, monkeypatch):
-    tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"dq": OWN})
-    before = user_table.read_bytes()
-
-    def full(self, target):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"dq": replace(OWN, num_warps=8)})
-    assert user_table.read_bytes() == before and list(user_table.parent.iterdir()) == [user_table]
-
-
-def broken(**changes) -> str:
-    values = {"q_tile_size": 64, "k_tile_size": 64, "num_warps": 4, "num_stages": 2, "head_group": 4}
-    tile = values | {"by_descriptor": False, "max_registers": None} | changes
-    return json.dumps({"NVIDIA H200": {"2/64": {"dq": {k: v for k, v in tile.items() if v != "gone"}}}})
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", r"is no table of tiles: .*; allowed is JSON as autotune.py writes it"),
-        ('{"NVIDIA H200": ', r"is no table of tiles"),
-        ("[1]", r"the file is \[1\]; allowed: an object"),
-        ('{"NVIDIA H200": {"2/63": {}}}', r"NVIDIA H200 has '2/63'; allowed: 2/16, 2/32, 2/64"),
-        ('{"NVIDIA H200": {"2/64": {"delta": {}}}}', r"'delta'; allowed: forward, dk_dv, dq"),
-        ('{"NVIDIA H200": {"2/64": {"dq": 3}}}', r"NVIDIA H200, 2/64, dq is 3; allowed: an object"),
-        (broken(q_tile_size=48), r"q_tile_size of NVIDIA H200, 2/64, dq is 48; allowed: 16, 32, 64, 128, 256"),
-        (broken(k_tile_size="64"), r"k_tile_size of .* is '64'; allowed: 16"),
-        (broken(num_warps=True), r"num_warps of .* is True; allowed: 1, 2, 4, 8, 16"),
-        (broken(num_stages=2.0), r"num_stages of .* is 2.0; allowed: 1 to 8"),
-        (broken(by_descriptor=1), r"by_descriptor of .* is 1; allowed: true, false"),
-        (broken(max_registers=500), r"max_registers of .* is 500; allowed: null, 16 to 255"),
-        (broken(head_group="gone"), r"dq lacks head_group; a tile has q_tile_size,"),
-        (broken(skip_masked=False), r"dq has 'skip_masked'; allowed: q_tile_size"),
-    ],
-)
-def test_a_broken_table_is_one_clear_error(user_table, content, said):
-    user_table.parent.mkdir()
-    user_table.write_text(content, encoding="utf-8")
-    with pytest.raises(tiles.UserTableError, match=said) as caught:
-        pick_tiles(H200, 64, torch.bfloat16)
-    assert str(user_table) in str(caught.value)
-    with pytest.raises(tiles.UserTableError, match=said):
-        tiles.write_user_table(user_table, H200, 64, torch.bfloat16, {"dq": OWN})
-    assert user_table.read_text(encoding="utf-8") == content, "nobody's work is overwritten"
-
-
-def test_bytes_that_are_no_text_are_one_clear_error(user_table):
-    user_table.parent.mkdir()
-    user_table.write_bytes(b'{"\xff": 1}')
-    with pytest.raises(tiles.UserTableError, match="is no table of tiles"):
-        pick_tiles(H200, 64, torch.bfloat16)
-
-
-def test_where_the_users_table_is(tmp_path, monkeypatch):
-    assert tiles.user_table_path() is None, "the suite's own environment"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("CS336_TILES", "~/mine.json")
-    assert tiles.user_table_path() == tmp_path / "mine.json"
-    monkeypatch.delenv("CS336_TILES")
-    assert tiles.user_table_path() == tmp_path / ".config/cs336_systems/tiles.json"
-
-
-def test_winners_are_written_where_they_are_news(user_table):
+def test_winners_are_written_where_they_are_news(tmp_path):
     """The best of each kernel, but for what is in force already; a kernel without a time keeps its tile."""
-    shipped = HOPPER[2, 64]
-    tables = Tables(H200, shipped, replace(shipped, dk_dv=OWN))
-    assert tables.marks("dk_dv") == {tile_text(shipped.dk_dv): "shipped", tile_text(OWN): "user's table"}
+    path, shipped, own = tmp_path / "tiles.json", HOPPER[2, 64], Tile(32, 64, 2, 4)
+    tables = Tables(H200, shipped, replace(shipped, dk_dv=own))
+    assert tables.marks("dk_dv") == {tile_text(shipped.dk_dv): "shipped", tile_text(own): "user's table"}
     assert tables.marks("dq") == {tile_text(shipped.dq): "shipped"}
     rows = [
         tuned_row(tile_text(shipped.forward), 1.0, implementation=row_name("forward")),
-        tuned_row(tile_text(OWN), 2.0, implementation=row_name("forward")),
-        tuned_row(tile_text(OWN), 2.0, implementation=row_name("dk_dv")),
+        tuned_row(tile_text(own), 2.0, implementation=row_name("forward")),
+        tuned_row(tile_text(own), 2.0, implementation=row_name("dk_dv")),
         tuned_row(tile_text(shipped.dk_dv), 1.0, implementation=row_name("dk_dv")),
-        tuned_row(tile_text(OWN), None, message="no"),
+        tuned_row(tile_text(own), None, message="no"),
     ]
-    said = tables.write(user_table, LEADERBOARD, ("forward", "dk_dv", "dq"), rows)
+    said = tables.write(path, LEADERBOARD, ("forward", "dk_dv", "dq"), rows)
     assert said == [
-        f"{user_table}, NVIDIA H200, 2/64:",
+        f"{path}, NVIDIA H200, 2/64:",
         f"  forward: {tile_text(shipped.forward)} stays",
-        f"  dk_dv: {tile_text(OWN)} -> {tile_text(shipped.dk_dv)}",
+        f"  dk_dv: {tile_text(own)} -> {tile_text(shipped.dk_dv)}",
         f"  dq: {tile_text(shipped.dq)} stays",
     ]
-    assert tiles.read_user_table(user_table) == {"NVIDIA H200": {"2/64": {"dk_dv": shipped.dk_dv}}}
+    assert read_user_table(path) == {"NVIDIA H200": {"2/64": {"dk_dv": shipped.dk_dv}}}
 
 
 # The command

@@ -9,7 +9,8 @@ import torch
 from cs336_systems import launch
 from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels import tiles
-from cs336_systems.kernels.tiles import GPUS, KIB, TABLES, Gpu, Tile, Tiles, pick_tiles
+from cs336_systems.kernels.tiles import GPUS, KIB, TABLES, Gpu, Tile, Tiles
+from cs336_systems.user_tiles import pick_tiles
 
 from .machine import DEVICE, INTERPRETED, NATIVE, both_causal, needs_triton
 from .reference import Case, Inputs, Result, assert_within_budget, dense_attention, run_attention
