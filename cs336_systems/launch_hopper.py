@@ -119,7 +119,7 @@ def _backward_tile(q: Queries) -> HopperBackward:
     return HOPPER_OWN[padded_head_dim(q.shape[-1])].backward
 
 
-_FORWARD = KernelCall(
+FORWARD = KernelCall(
     lambda: forward_kernels.flash_forward_hopper_kernel,
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
     _forward_tile,
@@ -131,19 +131,19 @@ _PREPROCESS = KernelCall(
     _backward_tile,
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
-_BACKWARD, _BACKWARD_WIDE = (
-    KernelCall(
+BACKWARD = {  # by padded head dim
+    width: KernelCall(
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
         _backward_tile,
         rows=over_keys,
         copies=True,
     )
-    for function, sums in (
-        (lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),
-        (lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
+    for width, function, sums in (
+        (64, lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),
+        (128, lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
     )
-)
+}
 _POSTPROCESS = KernelCall(
     lambda: shared_kernels.flash_backward_hopper_postprocess_kernel, (strided, strided), _backward_tile
 )
@@ -154,7 +154,7 @@ def launch_forward(
 ) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(_FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
+    launch_kernel(FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
     return o, L
 
 
@@ -175,7 +175,6 @@ def launch_backward(
     launches = launches_for(is_causal, tile, q, k, v, o, dO, L)
     dq, dk, dv = map(empty_output_like, (q, k, v))
     parts, dq_sum = preprocess(o, dO, L, launches)
-    kernel = _BACKWARD_WIDE if padded_head_dim(q.shape[-1]) == 128 else _BACKWARD
-    launch_kernel(kernel, launches, (q, k, v, dO, parts, dq_sum), (dk, dv))
+    launch_kernel(BACKWARD[padded_head_dim(q.shape[-1])], launches, (q, k, v, dO, parts, dq_sum), (dk, dv))
     launch_kernel(_POSTPROCESS, launches, (dq, dq_sum), ())  # dq comes first: dq_sum is padded, and D is read from dq
     return dq, dk, dv

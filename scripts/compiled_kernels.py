@@ -8,9 +8,6 @@ The table of all is in `runs/h200/compiled_kernels.md`.
 """
 
 import os
-import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -25,6 +22,7 @@ from triton.compiler import ASTSource
 
 from cs336_systems.bench.entry import run_script
 from cs336_systems.bench.report import Table
+from cs336_systems.cubin import Usage, usage_of
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, Gpu, GpuClass, Tile, padded_head_dim, shipped_tiles
@@ -69,15 +67,6 @@ class Entry:
     is_causal: bool
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Registers and bytes of stack (spills) that each thread takes, and bytes of shared memory of each program."""
-
-    registers: int
-    stack: int
-    shared_memory: int
-
-
 def source(entry: Entry) -> ASTSource:
     """The kernel with types for its arguments, as a launch over contiguous tensors would specialise it."""
     element, dtype = DTYPES[entry.dtype]
@@ -114,7 +103,7 @@ def source(entry: Entry) -> ASTSource:
     return ASTSource(function, signature, values, attributes)
 
 
-def compiled(entry: Entry) -> Compiled | str:
+def compiled(entry: Entry) -> Usage | str:
     """What the entry takes, or why it cannot be compiled."""
     major, minor = entry.gpu.capability
     options = {
@@ -127,13 +116,7 @@ def compiled(entry: Entry) -> Compiled | str:
         kernel = triton.compile(source(entry), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    return Compiled(int(registers), int(stack), kernel.metadata.shared)
+    return usage_of(kernel)
 
 
 def entries(config: Config) -> list[Entry]:
@@ -167,7 +150,7 @@ def main(config: Config) -> None:
             lines.append([*line, result, "-", "-"])
         else:
             lines.append([*line, str(result.registers), str(result.stack), f"{result.shared_memory / KIB:.1f}"])
-    spilling = sum(isinstance(result, Compiled) and result.stack > 0 for result in results)
+    spilling = sum(isinstance(result, Usage) and result.stack > 0 for result in results)
     notes = [
         f"{spilling} of {len(results)} spill: bytes of stack a thread are what does not fit into its registers.",
         TILE_METHOD,

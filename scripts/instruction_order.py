@@ -10,36 +10,28 @@ no "stack", and matrix instructions issued well before the wait for them.
 """
 
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import triton
 from rich.console import Console
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
 
+from cs336_systems import launch_hopper
 from cs336_systems.bench.entry import run_script
-from cs336_systems.kernels.hopper.backward import flash_backward_hopper_kernel
-from cs336_systems.kernels.hopper.backward_wide import flash_backward_hopper_wide_kernel
-from cs336_systems.kernels.hopper.forward import flash_forward_hopper_kernel
-from cs336_systems.kernels.tiles import (
-    HOPPER_OWN,
-    STEP_COLUMNS,
-    WARPGROUP_ROWS,
-    HopperBackward,
-    HopperForward,
-    padded_head_dim,
-)
+from cs336_systems.cubin import assembly_of, usage_of
+from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, padded_head_dim
+from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
 
 HOPPER = GPUTarget("cuda", 90, 32)
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHAPE = (1, 1, 256)  # batch, heads, n: any multiples of the tiles
 
 # What an instruction begins with -> what it is called here; the first that fits counts.
 KINDS = {
@@ -81,67 +73,38 @@ class Config:
             raise ValueError(f"--d is {self.d}; allowed is 33 to 128, where Hopper has kernels of its own")
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Registers and bytes of stack of each thread, bytes of shared memory of each program, and the instructions."""
-
-    registers: int
-    stack: int
-    shared_memory: int
-    instructions: list[tuple[int, str]]  # address, text
+def forward_source(config: Config) -> GluonASTSource:
+    """The forward kernel, for what its launch hands over."""
+    q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
+    L = q.new_empty(SHAPE, dtype=torch.float32)
+    return source(launch_hopper.FORWARD, (q, q, q, q, L), config)
 
 
-def described(element: str, rows: int, columns: int) -> str:
-    """The type of a descriptor (batch, heads, n, d) in tiles of so many rows and columns."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if element == "fp32" else 16, rank=4)
-    return f"tensordesc<{element}[1, 1, {rows}, {columns}],{layout!r}>"
+def backward_source(config: Config) -> GluonASTSource:
+    """The backward kernel of that head dim, for what its launch hands over."""
+    q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
+    width = padded_head_dim(config.d)
+    parts, dq_sum = q.new_empty(2 * SHAPE[-1], STEP_COLUMNS), q.new_empty((*SHAPE, width), dtype=torch.float32)
+    return source(launch_hopper.BACKWARD[width], (q, q, q, q, parts, dq_sum, q, q), config)
 
 
-def forward_source(config: Config, tile: HopperForward) -> GluonASTSource:
-    """The forward kernel with types for its arguments."""
-    element, width = ELEMENTS[config.dtype], padded_head_dim(config.d)
-    in_rows, in_key_tiles = (described(element, rows, width) for rows in (WARPGROUP_ROWS, tile.k_tile_size))
-    types = {"q": in_rows, "o": in_rows, "k": in_key_tiles, "v": in_key_tiles, "L_ptr": "*fp32"}
-    return source(flash_forward_hopper_kernel, types, config, tile)
-
-
-def backward_source(config: Config, tile: HopperBackward) -> GluonASTSource:
-    """The backward kernel of that head dim with types for its arguments."""
-    element, width = ELEMENTS[config.dtype], padded_head_dim(config.d)
-    in_rows, in_query_tiles = (described(element, rows, width) for rows in (WARPGROUP_ROWS, tile.q_tile_size))
-    types = dict.fromkeys(("k", "v", "dk", "dv"), in_rows) | dict.fromkeys(("q", "dO"), in_query_tiles)
-    parts = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-    types["parts"] = f"tensordesc<{element}[{tile.q_tile_size}, {STEP_COLUMNS}],{parts!r}>"
-    types["dq_sum"] = described("fp32", tile.q_tile_size, width // 2 if width == 128 else width)
-    kernel = flash_backward_hopper_wide_kernel if width == 128 else flash_backward_hopper_kernel
-    return source(kernel, types, config, tile)
-
-
-def source(kernel: Any, types: dict[str, str], config: Config, tile: HopperForward | HopperBackward) -> GluonASTSource:
-    """`kernel` for tensors of these types; what is neither a type nor a constant is a length, or the scale."""
+def source(call: KernelCall, tensors: tuple[Tensor, ...], config: Config) -> GluonASTSource:
+    """The call's kernel for tensors like these, by its own tile; what is left is a length, or the scale."""
+    kernel, tile = call.function(), call.tile(tensors[0])
+    types = [type_of(take(x, tile)) for take, x in zip(call.takes, tensors, strict=True)]
     constants = tile.constants() | {"D_TILE_SIZE": padded_head_dim(config.d), "IS_CAUSAL": config.causal}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "fp32" if name == "scale" else "i32")
-        for name in kernel.arg_names
-    }
+    signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}
+    signature |= dict(zip(kernel.arg_names, types, strict=False))
+    signature |= {name: "constexpr" for name in constants.keys() & signature.keys()}
     values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
     return GluonASTSource(kernel, signature, values, {})
 
 
-def compiled(source: GluonASTSource) -> Compiled:
-    """What Triton and NVIDIA's assembler make of it for Hopper."""
-    kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage, assembly = (
-            subprocess.run([BINARIES / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", assembly, re.MULTILINE)
-    instructions = [(int(address, 16), text) for address, text in lines]
-    return Compiled(int(registers), int(stack), kernel.metadata.shared, instructions)
+def type_of(argument: Any) -> str:
+    """What Triton calls the type of a descriptor, or of a tensor."""
+    if isinstance(argument, Tensor):
+        return f"*{ELEMENTS[argument.dtype]}"
+    return f"tensordesc<{ELEMENTS[argument.base.dtype]}{argument.block_shape},{argument.layout!r}>"
 
 
 def inner_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
@@ -178,16 +141,17 @@ def in_order(kinds: list[str]) -> str:
 
 
 def main(config: Config) -> None:
+    if not TRITON_IS_TESTED:
+        raise ValueError(f"Hopper's own kernels are for Triton 3.6, and here is {TRITON_VERSION or 'none'}")
     console = Console(soft_wrap=True, highlight=False)
-    tiles = HOPPER_OWN[padded_head_dim(config.d)]
-    sources = {"forward": forward_source(config, tiles.forward), "backward": backward_source(config, tiles.backward)}
-    for name, of in sources.items():
-        result = compiled(of)
+    for name, of in (("forward", forward_source(config)), ("backward", backward_source(config))):
+        kernel = triton.compile(of, target=HOPPER, options={"num_warps": 4})
+        usage = usage_of(kernel)
         console.print(
-            f"{name}: {result.registers} registers at the start, {result.stack} bytes of stack, "
-            f"{result.shared_memory} bytes of shared memory"
+            f"{name}: {usage.registers} registers at the start, {usage.stack} bytes of stack, "
+            f"{usage.shared_memory} bytes of shared memory"
         )
-        for kinds in inner_loops(result.instructions):
+        for kinds in inner_loops(assembly_of(kernel)):
             counts = ", ".join(f"{count} {kind}" for kind, count in Counter(filter(None, kinds)).most_common())
             console.print(f"  a loop of {len(kinds)} instructions: {counts}")
             console.print(f"    {in_order(kinds)}")
