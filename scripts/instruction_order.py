@@ -62,15 +62,15 @@ class Config:
     """The command line."""
 
     d: int = 64
-    """Head dim, 33 to 128."""
+    """Head dim, 40 to 128 in steps of 8."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """Of q, k, v and o."""
     causal: bool = True
     """Mask the keys that come after a query."""
 
     def __post_init__(self) -> None:
-        if padded_head_dim(self.d) not in HOPPER_OWN:
-            raise ValueError(f"--d is {self.d}; allowed is 33 to 128, where Hopper has kernels of its own")
+        if padded_head_dim(self.d) not in HOPPER_OWN or self.d % 8:
+            raise ValueError(f"--d is {self.d}; Hopper has kernels of its own for multiples of 8 from 40 to 128")
 
 
 def forward_source(config: Config) -> GluonASTSource:
