@@ -1,7 +1,10 @@
-"""Forward and backward over ragged shapes, masks, head dims and layouts: what scripts/sanitize.sh watches.
+"""Forward and backward over ragged shapes, masks, head dims and layouts, with Hopper's own kernels where they apply and
+without: what scripts/sanitize.sh watches.
 
 uv run scripts/ragged_launches.py
 """
+
+from itertools import product
 
 import torch
 
@@ -29,13 +32,13 @@ def main() -> None:
         contiguous = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
         # Tiles of contiguous tensors come by descriptor, where the tables say so; columns of a wider tensor by pointer.
         columns = [torch.nn.functional.pad(x, (0, 1))[..., :d] for x in contiguous]
-        for q, k, v, dO in (contiguous, columns):
+        for (q, k, v, dO), hopper in product((contiguous, columns), (True, False)):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            o = FlashAttention2Triton.apply(*leaves, is_causal)
+            o = FlashAttention2Triton.apply(*leaves, is_causal, hopper)
             gradients = torch.autograd.grad(o, leaves, dO)
             assert all(x.isfinite().all() for x in (o, *gradients))
     torch.cuda.synchronize()
-    print(f"{2 * len(PROBLEMS)} calls, forward and backward, on {torch.cuda.get_device_name()}")
+    print(f"{4 * len(PROBLEMS)} calls, forward and backward, on {torch.cuda.get_device_name()}")
 
 
 if __name__ == "__main__":
