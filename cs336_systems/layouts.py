@@ -1,7 +1,6 @@
 """How tensors lie in memory, as far as the kernels care: as batch, heads, rows and columns, with any strides."""
 
 import math
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -52,18 +51,10 @@ def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
     It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
     """
     x = as_4d(x)
-    return _copyable_strides(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
-
-
-@lru_cache(maxsize=4096)
-def _copyable_strides(
-    shape: torch.Size, strides: tuple[int, ...], past_16_bytes: int, element_size: int
-) -> tuple[int, ...] | None:
-    """As `copyable_strides`, by the layout of x alone: calls that copy ask each time."""
-    elements_in_16_bytes = 16 // element_size
+    elements_in_16_bytes = 16 // x.element_size()
     steps = [
         step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
-        for step, size in zip(strides[:-1], shape[:-1], strict=True)
+        for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
     ]
-    aligned = past_16_bytes == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
-    return (*steps, 1) if aligned and strides[-1] == 1 and 0 not in shape else None
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
+    return (*steps, 1) if aligned and x.stride(-1) == 1 and x.numel() > 0 else None

@@ -1,8 +1,8 @@
 """Launches prepared once for tensors of one layout, past Triton's front end.
 
 Triton compiles a function in C for each kernel, which takes the grid, the stream and every argument by itself: an
-address, strides, a descriptor encoded for the copy engine. The Python code around it looks at each
-argument anew, and encodes each descriptor, on every launch. Here that is done once, and addresses alone are filled in.
+address, strides, a descriptor encoded for the copy engine. The Python code around it looks at each argument anew, and
+encodes each descriptor, on every launch. Here that is done once, and addresses alone are filled in.
 
 What is used of Triton has no documentation, and is that of version 3.6: `launch.TRITON_IS_TESTED` says where to use it.
 """
@@ -20,6 +20,9 @@ from triton.runtime import driver
 
 from cs336_systems.kernels.primitives import Strided
 
+Filler = Callable[[Tensor], tuple[Any, ...]]
+"""Another tensor of a layout -> the arguments that stand for it."""
+
 MOST_ENCODED = 1024  # descriptors for each argument, after which all are forgotten: addresses may never repeat
 
 
@@ -31,9 +34,7 @@ class Prepared:
     launch_in_c: Callable[..., None]
     n_programs: int
     device: int
-    fill: tuple[
-        Callable[[Tensor], tuple[Any, ...]], ...
-    ]  # for each: another of its layout -> the arguments it stands for
+    fill: tuple[Filler, ...]  # for each tensor
     constants: tuple[Any, ...]
 
     def launch(self, *tensors: Tensor) -> None:
@@ -88,8 +89,8 @@ def _is_descriptor(argument: Any) -> bool:
     return hasattr(argument, "block_shape")
 
 
-def _filler(argument: Any, encoding: Any) -> Callable[[Tensor], tuple[Any, ...]]:
-    """What makes the arguments that stand for `argument`, for another tensor of the same layout.
+def _filler(argument: Any, encoding: Any) -> Filler:
+    """What makes arguments as `argument` was, for another tensor of the same layout.
 
     Args:
         encoding: how Triton has a descriptor encoded; None for anything else.
@@ -105,11 +106,12 @@ def _filler(argument: Any, encoding: Any) -> Callable[[Tensor], tuple[Any, ...]]
 
     def described(x: Tensor) -> tuple[Any, ...]:
         # PyTorch's allocator hands out the same addresses again and again.
-        address = x.data_ptr()
-        if address not in encoded:
+        known = encoded.get(x.data_ptr())
+        if known is None:  # another thread may clear what this one has just put there
             if len(encoded) >= MOST_ENCODED:
                 encoded.clear()
-            encoded[address] = tuple(make_tensordesc_arg(_Described(x, shape, strides, padding), encoding))
-        return encoded[address]
+            known = tuple(make_tensordesc_arg(_Described(x, shape, strides, padding), encoding))
+            encoded[x.data_ptr()] = known
+        return known
 
     return described

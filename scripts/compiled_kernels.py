@@ -74,14 +74,11 @@ def source(entry: Entry) -> ASTSource:
     constants = {
         "D": entry.d,
         "D_TILE_SIZE": width,
-        "Q_TILE_SIZE": tile.q_tile_size,
-        "K_TILE_SIZE": tile.k_tile_size,
         "IS_CAUSAL": entry.is_causal,
         "BASE_2": dtype.itemsize == 2,
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
-        "HEAD_GROUP": tile.head_group,
-        "SKIP_MASKED": tile.skip_masked,
         "WANTS_DQ": True,
+        **tile.constants(),
     }
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = FUNCTIONS[entry.kernel]
@@ -106,12 +103,7 @@ def source(entry: Entry) -> ASTSource:
 def compiled(entry: Entry) -> Usage | str:
     """What the entry takes, or why it cannot be compiled."""
     major, minor = entry.gpu.capability
-    options = {
-        "num_warps": entry.tile.num_warps,
-        "num_stages": entry.tile.num_stages,
-        "maxnreg": entry.tile.max_registers,
-        "enable_fp_fusion": DTYPES[entry.dtype][1].itemsize == 2,
-    }
+    options = entry.tile.options() | {"enable_fp_fusion": DTYPES[entry.dtype][1].itemsize == 2}
     try:
         kernel = triton.compile(source(entry), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     except Exception as error:

@@ -61,6 +61,11 @@ class AnyTile(Protocol):
         """Rows of a key tile."""
         ...
 
+    @property
+    def head_group(self) -> int:
+        """Heads worked on side by side."""
+        ...
+
     def constants(self) -> dict[str, Any]:
         """The kernel's arguments that come of it."""
         ...
@@ -68,6 +73,11 @@ class AnyTile(Protocol):
     def options(self) -> dict[str, Any]:
         """Triton's options."""
         ...
+
+
+def _sizes(tile: AnyTile) -> dict[str, Any]:
+    """The arguments that every kernel takes."""
+    return {"Q_TILE_SIZE": tile.q_tile_size, "K_TILE_SIZE": tile.k_tile_size, "HEAD_GROUP": tile.head_group}
 
 
 @dataclass(frozen=True)
@@ -84,12 +94,7 @@ class Tile:
     skip_masked: bool = True  # whether tiles that the causal mask hides are left out; for the ladder of benchmarks
 
     def constants(self) -> dict[str, Any]:
-        return {
-            "Q_TILE_SIZE": self.q_tile_size,
-            "K_TILE_SIZE": self.k_tile_size,
-            "HEAD_GROUP": self.head_group,
-            "SKIP_MASKED": self.skip_masked,
-        }
+        return _sizes(self) | {"SKIP_MASKED": self.skip_masked}
 
     def options(self) -> dict[str, Any]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
@@ -121,14 +126,8 @@ class HopperForward(_OnHopper):
         return WARPGROUP_ROWS * self.attenders
 
     def constants(self) -> dict[str, Any]:
-        return {
-            "Q_TILE_SIZE": self.q_tile_size,
-            "K_TILE_SIZE": self.k_tile_size,
-            "HEAD_GROUP": self.head_group,
-            "STAGES": self.num_stages,
-            "REGISTERS": self.registers,
-            "Q_IN_REGISTERS": self.q_in_registers,
-        }
+        own = {"STAGES": self.num_stages, "REGISTERS": self.registers, "Q_IN_REGISTERS": self.q_in_registers}
+        return _sizes(self) | own
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,7 @@ class HopperBackward(_OnHopper):
     k_tile_size: ClassVar[int] = 2 * WARPGROUP_ROWS
 
     def constants(self) -> dict[str, Any]:
-        return {
-            "Q_TILE_SIZE": self.q_tile_size,
-            "K_TILE_SIZE": self.k_tile_size,
-            "HEAD_GROUP": self.head_group,
+        return _sizes(self) | {
             "STAGES": self.num_stages,
             "dS_STAGES": self.dS_stages,
             "dQ_STAGES": self.dQ_stages,

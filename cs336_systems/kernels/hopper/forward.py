@@ -164,9 +164,8 @@ def _attend(
     o_i = o_i / divisor[:, None]  # line 15; l = 0 where all scores are -inf
     matrix_of(o_tiles, W).store(o_i.to(o.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(
-        o, [batch, head, i, 0], o_tiles.index(W)
-    )  # line 17; rows past n_queries are left out
+    # line 17; rows past n_queries are left out
+    tma.async_copy_shared_to_global(o, [batch, head, i, 0], o_tiles.index(W))
     gl.store(L + queries, (m + gl.log2(l_i)) * LN_2, mask=queries < n_queries)  # lines 16 and 18
     tma.store_wait(0)
 
