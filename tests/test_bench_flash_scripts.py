@@ -394,16 +394,15 @@ def test_context_lasts_over_forward_and_backward(tmp_path):
 @needs_gpu
 def test_measured_twice(tmp_path):
     """The same row, first and again after others, differs by less than 3 % where it takes more than 0.1 ms and the
-    tables do not mark it as unsteady, as they do where the host is slower than the GPU.
+    tables do not mark it as unsteady, as they do where the host is slower than the GPU; at length 8192 in any case.
     """
     shapes = [AttentionShape(1, 16, n, n, 64, torch.bfloat16, True) for n in (8192, 1024, 4096)]
     one = Sweep([ATTENTION["flash_triton"]], shapes, PASSES, ATTENTION["naive"].function, DEVICE, Duration(200, 500))
     first = one.run(tmp_path / "first.jsonl")
     for before, after in zip(first, one.run(tmp_path / "second.jsonl"), strict=True):
         assert before.median_ms is not None and after.median_ms is not None
-        if before.n_queries == 8192:
-            assert is_steady(before) and is_steady(after)
-        if before.median_ms > 0.1 and is_steady(before) and is_steady(after):
+        steady = is_steady(before) and is_steady(after)
+        if before.n_queries == 8192 or (before.median_ms > 0.1 and steady):
             assert abs(after.median_ms / before.median_ms - 1) < 0.03, (before, after)
 
 
