@@ -4,8 +4,8 @@
 #
 #   uv run scripts/sanitize.sh [memcheck racecheck …]
 #
-# racecheck watches the portable kernels alone: in Hopper's own it calls the compiler's hand-over of arguments to
-# warpgroups a race, as it does in a warp-specialised kernel that does nothing else (runs/h200/accuracy/README.md).
+# racecheck watches the portable kernels alone. In Hopper's own it takes the compiler's way of handing arguments to
+# warpgroups for a race, although a barrier stands between each write and read (runs/h200/accuracy/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
