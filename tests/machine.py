@@ -6,9 +6,13 @@ Not a conftest.py: the course's own conftest may replace ours, and these names h
 import importlib.util
 import os
 import shutil
+from functools import lru_cache
 
 import pytest
 import torch
+
+from cs336_systems import launch, launch_hopper
+from cs336_systems.kernels.tiles import Gpu
 
 from .adapters import get_flashattention_autograd_function_pytorch, get_flashattention_autograd_function_triton
 
@@ -57,3 +61,10 @@ def flash_function(flash: str):
         "triton": get_flashattention_autograd_function_triton,
     }[flash]
     return get().apply
+
+
+def mock_gpu(monkeypatch, gpu: Gpu) -> None:
+    """Every device is this GPU. What was decided for another does not count, and afterwards counts again."""
+    monkeypatch.setattr(launch, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch_hopper, "suits", lru_cache(launch_hopper.suits.__wrapped__))

@@ -12,7 +12,6 @@ import torch._dynamo
 from rich.console import Console
 from torch._dynamo.utils import counters
 
-from cs336_systems import launch
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
 from cs336_systems.bench.measure import Passes, Timing
@@ -23,7 +22,7 @@ from cs336_systems.implementation import Implementation
 from cs336_systems.kernels.tiles import KIB, Gpu
 
 from .bench_examples import example, plain_attention, shape, sweep
-from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, skip_if
+from .machine import DEVICE, compile_missing_reason, mock_gpu, needs_gpu, needs_triton, skip_if
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 8.00 GiB."
 
@@ -177,7 +176,7 @@ def test_nothing_is_skipped_where_available_memory_is_unknown(tmp_path, monkeypa
 @needs_triton
 def test_a_dtype_that_the_device_lacks_is_unsupported(tmp_path, monkeypatch):
     """On Turing, as in the interpreter, the kernels refuse bfloat16: no error, which would be tried again for ever."""
-    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("Tesla T4", (7, 5), 64 * KIB))
+    mock_gpu(monkeypatch, Gpu("Tesla T4", (7, 5), 64 * KIB))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     three = sweep(ATTENTION["flash_triton"], shapes=tuple(shape(d=16, dtype=dtype) for dtype in dtypes))
     rows = replace(three, device=DEVICE).run(tmp_path / "metrics.jsonl")

@@ -23,6 +23,7 @@ from .machine import (
     TRITON_INSTALLED,
     both_flash,
     flash_function,
+    mock_gpu,
     needs_gpu,
     needs_triton,
     triton_missing_reason,
@@ -112,7 +113,7 @@ def test_table_knows_what_the_kernels_refuse():
 def test_table_knows_what_a_gpu_lacks(monkeypatch):
     """On a mocked Tesla T4 there is no bfloat16, and too little shared memory for float32 rows of 256."""
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launch, "gpu_of", lambda device: TURING)
+    mock_gpu(monkeypatch, TURING)
     with FakeTensorMode():  # for a tensor on a GPU that is not there
         reason = partial(ATTENTION["flash_triton"].unsupported_reason, torch.device("cuda"))
         assert "Tesla T4" in str(reason(torch.bfloat16, 64))
@@ -124,7 +125,7 @@ def test_table_knows_what_a_gpu_lacks(monkeypatch):
 @needs_triton
 def test_bfloat16_is_refused_before_any_launch(monkeypatch):
     """With the device's own answer replaced by Turing's, bfloat16 is refused by name, and the others run."""
-    monkeypatch.setattr(launch, "gpu_of", lambda device: TURING)
+    mock_gpu(monkeypatch, TURING)
     x = zeros(2, 16, 64, dtype=torch.bfloat16)
     assert_refused("triton", x, x, x, ["bfloat16", "Tesla T4"])
     for dtype in (torch.float16, torch.float32):

@@ -27,6 +27,7 @@ from .machine import (
     both_flash,
     compile_missing_reason,
     flash_function,
+    mock_gpu,
     needs_gpu,
     needs_triton,
     skip_if,
@@ -233,7 +234,7 @@ def test_tf32_where_it_was_asked_for(flash):
 def test_how_float32_is_multiplied(capability, dtype, precision, expected, monkeypatch):
     """Which product each precision asks for, also where there is no GPU to run it."""
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", capability, 99 * KIB))
+    mock_gpu(monkeypatch, Gpu("mocked", capability, 99 * KIB))
     with float32_precision(precision):
         assert launch._input_precision(torch.empty(2, 16, dtype=dtype)) == expected
 

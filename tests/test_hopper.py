@@ -14,7 +14,7 @@ from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu
 
 from .layouts import LAYOUTS, contiguous
-from .machine import NATIVE, both_causal, needs_triton
+from .machine import NATIVE, both_causal, mock_gpu, needs_triton
 from .reference import Case, Inputs, Result, assert_within_budget, run_attention
 
 HOPPER = NATIVE and torch.cuda.get_device_capability() == (9, 0) and launch.TRITON_IS_TESTED
@@ -33,10 +33,8 @@ def on_hopper(monkeypatch):
     """As if this machine had a Hopper GPU, where compiled kernels can be launched."""
     monkeypatch.setattr(launch, "TRITON_IS_TESTED", True)
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    launch_hopper.suits.cache_clear()
-    yield monkeypatch
-    launch_hopper.suits.cache_clear()
+    mock_gpu(monkeypatch, Gpu("mocked", (9, 0), 227 * KIB))
+    return monkeypatch
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])
@@ -60,16 +58,14 @@ def test_does_not_suit(on_hopper, device, dtype, d):
     assert not launch_hopper.suits(torch.device(device), dtype, d)
 
 
-ELSEWHERE = {
-    "Ada": ("gpu_of", lambda device: Gpu("mocked", (8, 9), 99 * KIB)),
-    "Blackwell": ("gpu_of", lambda device: Gpu("mocked", (10, 0), 227 * KIB)),
-    "interpreter": ("is_interpreted", lambda: True),
-}
+@pytest.mark.parametrize("gpu", [Gpu("Ada", (8, 9), 99 * KIB), Gpu("Blackwell", (10, 0), 227 * KIB)])
+def test_does_not_suit_another_gpu(on_hopper, gpu):
+    mock_gpu(on_hopper, gpu)
+    assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
 
 
-@pytest.mark.parametrize(("name", "stand_in"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_does_not_suit_elsewhere(on_hopper, name, stand_in):
-    on_hopper.setattr(launch, name, stand_in)
+def test_does_not_suit_the_interpreter(on_hopper):
+    on_hopper.setattr(launch, "is_interpreted", lambda: True)
     assert not launch_hopper.suits(CUDA, torch.bfloat16, 64)
 
 

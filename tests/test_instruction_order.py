@@ -39,6 +39,11 @@ def test_innermost_loops_with_matrix_instructions():
     assert script["kind"]("STL [R1], R2") == "stack" and script["kind"]("IADD3 R1, R2, R3, RZ") == ""
 
 
+def exponentials(order: str) -> int:
+    """How many there are in what the script prints."""
+    return sum(int(count or 1) for count in re.findall(r"exp2(?: x (\d+))?", order))
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_kernels_compile_without_spilling(d):
     """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
@@ -54,4 +59,5 @@ def test_hopper_kernels_compile_without_spilling(d):
     assert len(attending) >= 4
     for order in attending:
         assert "stack" not in order
-        assert order.index("wgmma") < order.index("exp2"), "products are issued before exponentials are taken"
+        before, after = (exponentials(part) for part in order.split("wgmma", 1))
+        assert 4 * before < after, "products are issued before most exponentials are taken"

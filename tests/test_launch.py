@@ -11,7 +11,7 @@ from cs336_systems import launch, layouts
 from cs336_systems.kernels.tiles import HOPPER, KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
-from .machine import DEVICE, INTERPRETED, both_causal, flash_function, needs_triton
+from .machine import DEVICE, INTERPRETED, both_causal, flash_function, mock_gpu, needs_triton
 from .reference import TENSORS, Case, Inputs, run_attention
 
 TILE = Tile(64, 64, 4, 2, by_descriptor=True)
@@ -92,8 +92,7 @@ def kernel(monkeypatch) -> FakeKernel:
     fake = FakeKernel(launch.forward_kernels.flash_forward_kernel)
     monkeypatch.setattr(launch, "forward_kernels", SimpleNamespace(flash_forward_kernel=fake))
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu("mocked", (9, 0), 227 * KIB))
-    monkeypatch.setattr(launch, "_launches", {})
+    mock_gpu(monkeypatch, Gpu("mocked", (9, 0), 227 * KIB))
     monkeypatch.setattr(prepared, "make_tensordesc_arg", encoded)
     active = SimpleNamespace(get_current_stream=lambda device: "stream")
     monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=active))
