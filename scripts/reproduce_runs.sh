@@ -26,8 +26,10 @@ small_card() { # the course's grid on 12 GB
     $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 --out-dir "$out/pytorch_attention_12gib"
 }
 flash() { # half of the usual 100 ms for each row: there are some two thousand
-    $run cs336_systems/bench_flash_vs_pytorch.py --peers --float32-precision highest high --warmup 10 --rep 50 \
-        --out-jsonl "$out/flash/metrics.jsonl" --out-md "$out/flash/table.md"
+    local to=(--warmup 10 --rep 50 --out-jsonl "$out/flash/metrics.jsonl" --out-md "$out/flash/table.md")
+    $run cs336_systems/bench_flash_vs_pytorch.py --peers "${to[@]}"
+    $run cs336_systems/bench_flash_vs_pytorch.py --dtypes float32 --float32-precision high \
+        --implementations naive flash_triton "${to[@]}"
 }
 ladder() {
     for d in 64 128; do

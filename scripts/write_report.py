@@ -4,7 +4,7 @@
 
 The template is Jinja's. In it `rows(path, **where)` gives the rows of a JSONL file below that folder, `one` the only
 such row, `beside`, `pairs` and `steps` rows with what they are compared with, `curve` a training run, `table` and
-`ladder` tables as the benchmarks print them. What else a template can say is in NAMES and FILTERS.
+`ladder` tables as the benchmarks print them; `there` says whether a file exists. What else a template can say is in NAMES and FILTERS.
 A name that is not there, a file or a row that is missing, a table without lines and a figure that was not measured end
 the script with an error.
 """
@@ -148,6 +148,10 @@ class Rows:
         if len(run["losses"]) != run["settings"]["steps"]:
             raise ValueError(f"{path} has {len(run['losses'])} of {run['settings']['steps']} steps")
         return run
+
+    def there(self, path: str) -> bool:
+        """Whether there is such a file: a part of the report may be of a benchmark that has not run."""
+        return (self.folder / path).is_file()
 
     def file(self, path: str) -> str:
         """`path`, for a link.
@@ -389,7 +393,9 @@ def render(folder: Path) -> str:
         trim_blocks=True,
     )
     environment.filters |= FILTERS
-    asked = (rows.rows, rows.one, rows.beside, rows.pairs, rows.steps, rows.table, rows.ladder, rows.curve, rows.file)
+    asked = (
+        rows.rows, rows.one, rows.beside, rows.pairs, rows.steps, rows.table, rows.ladder, rows.curve, rows.there, rows.file,
+    )  # fmt: skip
     return wrapped(environment.get_template(TEMPLATE).render(NAMES | {each.__name__: each for each in asked}))
 
 

@@ -372,6 +372,7 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
         + [
             made_up(name, pass_, limit_mib, flash, batch=1, heads=1, dtype=dtype, float32_precision=precision, **sizes)
             for (dtype, precision), sizes, name, pass_ in product(SETTINGS, same, names, PASSES)
+            if precision == "highest" or name in ("naive", "flash_triton")
         ],
     )
     rungs = dict.fromkeys([*(rung.name for rung in LADDER), *names])
@@ -394,7 +395,7 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
     for name, loss in (("naive", 1.0), ("flash_triton", 1.0 + apart)):
         curve(folder / "training" / f"{name}.json", [4.0, loss])
     template = (RUNS / script["TEMPLATE"]).read_text(encoding="utf-8")
-    for path in re.findall(r"file\('(.+?)'\)", template):
+    for path in [*re.findall(r"file\('(.+?)'\)", template), "autotune/d64.md", "autotune/d128.md"]:
         (folder / path).touch()
     (folder / script["TEMPLATE"]).write_text(template, encoding="utf-8")
 
@@ -440,6 +441,17 @@ def test_the_report_reads_well_whatever_the_rows_say(limit_mib, flash, apart, sa
     for above, below in pairwise(lines):
         if below.startswith("|"):  # a line of a table has the cells of the one above it, or begins one
             assert not above or above.count("|") == below.count("|"), below
+
+
+def test_parts_that_were_not_measured_say_so(tmp_path):
+    """Without models, training and the second ranking the report has all else, and no hint of them."""
+    fill(tmp_path, math.inf, 100.0, 0.001)
+    for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl"):
+        (tmp_path / path).unlink()
+    report = script["render"](tmp_path)
+    assert report.count("\nNot measured yet.\n") == 2
+    assert "[`autotune/d64.md`](autotune/d64.md).\n" in report
+    assert not re.search(r"d128\.|model/|training/", report)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
