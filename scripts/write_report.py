@@ -4,7 +4,8 @@
 
 The template is Jinja's. In it `rows(path, **where)` gives the rows of a JSONL file below that folder, `one` the only
 such row, `beside`, `pairs` and `steps` rows with what they are compared with, `curve` a training run, `table` and
-`ladder` tables as the benchmarks print them; `there` says whether a file exists. What else a template can say is in NAMES and FILTERS.
+`ladder` tables as the benchmarks print them; `there` says whether a file exists. What else a template can say is in
+NAMES and FILTERS.
 A name that is not there, a file or a row that is missing, a table without lines and a figure that was not measured end
 the script with an error.
 """
@@ -394,8 +395,9 @@ def render(folder: Path) -> str:
     )
     environment.filters |= FILTERS
     asked = (
-        rows.rows, rows.one, rows.beside, rows.pairs, rows.steps, rows.table, rows.ladder, rows.curve, rows.there, rows.file,
-    )  # fmt: skip
+        *(rows.rows, rows.one, rows.beside, rows.pairs, rows.steps, rows.table, rows.ladder),
+        *(rows.curve, rows.there, rows.file),
+    )
     return wrapped(environment.get_template(TEMPLATE).render(NAMES | {each.__name__: each for each in asked}))
 
 
