@@ -30,8 +30,16 @@ def _without_skipping(tiles: Tiles) -> Tiles:
 
 
 def _portable(q: Queries, k: Keys, v: Keys, is_causal: bool) -> Queries:
-    """FlashAttention2Triton on every GPU's kernels."""
+    """FlashAttention2Triton without Hopper's own kernels."""
     return FlashAttention2Triton.apply(q, k, v, is_causal, False)
+
+
+PORTABLE = replace(
+    ATTENTION["flash_triton"],
+    name="portable",
+    function=_portable,
+    description="flash_triton by the kernels that run on every GPU",
+)
 
 
 def _rung(name: str, function: AttentionFunction, description: str, change: Callable[[Tiles], Tiles]) -> Implementation:
@@ -62,9 +70,8 @@ LADDER = (
         _without_skipping,
     ),
     replace(
-        ATTENTION["flash_triton"],
+        PORTABLE,
         name="skipped_tiles",
-        function=_portable,
         description="triton_backward without the tiles that the mask hides, and with comparisons on the diagonal alone",
     ),
     replace(

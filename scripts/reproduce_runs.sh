@@ -37,6 +37,9 @@ ladder() {
             --out-jsonl "$out/leaderboard/metrics.jsonl" --out-md "$out/leaderboard/table.md"
     done
 }
+peers() {
+    $run cs336_systems/bench_flash_peers.py --out-jsonl "$out/peers/metrics.jsonl" --out-md "$out/peers/table.md"
+}
 tuning() {
     for d in 64 128; do
         $run cs336_systems/autotune.py --d $d --out-jsonl "$out/autotune/d$d.jsonl" --out-md "$out/autotune/d$d.md"
@@ -68,7 +71,7 @@ report() {
     $run scripts/write_report.py "$out"
 }
 
-steps=(pytorch_attention small_card flash ladder tuning model training plots)
+steps=(pytorch_attention small_card flash ladder peers tuning model training plots)
 [ ! -f "$out/REPORT.template.md" ] || steps+=(report)
 for step in "${@:-${steps[@]}}"; do
     if [[ " ${steps[*]} " != *" $step "* ]]; then

@@ -1,4 +1,4 @@
-"""bench_flash_vs_pytorch.py and bench_flash_leaderboard.py as users run them, and what both rest on."""
+"""bench_flash_vs_pytorch, bench_flash_leaderboard and bench_flash_peers as users run them, and what they rest on."""
 
 import ast
 import os
@@ -99,6 +99,19 @@ def test_leaderboard_without_a_gpu(tmp_path):
     table = [line for line in markdown.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == rungs + [peer.name for peer in PEERS]
     assert "forward_backward course harness ms" in table[0]
+
+
+@needs_triton
+def test_peers_without_a_gpu(tmp_path):
+    """Each implementation once a round, and round after round."""
+    jsonl, markdown = tmp_path / "peers.jsonl", tmp_path / "peers.md"
+    flags = ("--rounds", "2", "--out-jsonl", str(jsonl), "--out-md", str(markdown))
+    done = run("bench_flash_peers.py", *flags, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    timed = [(r.variant, r.implementation) for r in read_rows(jsonl) if r.status == "ok"]
+    a_round = ["flash_triton"] * 2 + ["portable"] * 2
+    assert timed == [(f"round {n}", name) for n in (1, 2) for name in a_round * 2]
+    assert "the median of 2 rounds" in markdown.read_text(encoding="utf-8")
 
 
 VERSUS, LEADERBOARD = bench_flash_vs_pytorch, bench_flash_leaderboard

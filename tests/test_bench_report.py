@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cs336_systems.bench.report import Table, comparison, comparisons
+from cs336_systems.bench.report import Table, comparison, comparisons, rounds
 
 from .bench_examples import row
 
@@ -62,6 +62,38 @@ def test_a_table_for_each_setting():
     assert (one.title, other.title) == ("t: float32, causal, batch 8", "t: bfloat16, causal, batch 8")
     assert [line[:2] for line in one.lines] == [["64", "16"], ["64", "256"], ["128", "256"]]
     assert [name for name in other.headers if name.endswith(" ms")] == ["naive ms", "renamed ms"]
+
+
+def test_rounds():
+    """Ratios are taken within a round: between rounds clocks differ."""
+    times = {"flash_triton": (1.0, 3.0, 2.2), "sdpa_cudnn": (2.0, 4.0, 4.0)}
+    rows = [
+        row(implementation=name, variant=f"round {n}", median_ms=ms, p20_ms=ms, p80_ms=ms)
+        for name, of_rounds in times.items()
+        for n, ms in enumerate(of_rounds)
+    ]
+    rows += [row(implementation="flex", variant="round 0", status="unsupported", median_ms=None, message="no")]
+    unsteady = row(implementation="flash_triton", variant="round 0", pass_="backward", p20_ms=1.0)
+    pairs = [("flash_triton", "sdpa_cudnn"), ("flash_triton", "flex")]
+    table = rounds([*rows, unsteady], "title", ("flash_triton", "sdpa_cudnn", "flex"), pairs)
+    assert table.headers[4:] == [
+        "flash_triton ms", "sdpa_cudnn ms", "flex ms", "flash_triton / sdpa_cudnn", "flash_triton / flex",
+    ]  # fmt: skip
+    assert table.lines == [
+        [
+            "8 x 1 x 256 x 64",
+            "float32",
+            "yes",
+            "forward",
+            "2.200",
+            "4.000",
+            "unsupported",
+            "0.550 (0.500 to 0.750)",
+            "-",
+        ],
+        ["8 x 1 x 256 x 64", "float32", "yes", "backward", "~2.000", "-", "-", "-", "-"],
+    ]
+    assert "the median of 3 rounds" in table.notes[0]
 
 
 def test_one_message_is_said_once():

@@ -1,10 +1,11 @@
 """Rows -> one table, for the console (rich) and for Markdown, with the method and the environment under it."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
+from statistics import median
 
 from rich.console import Console
 from rich.markup import escape
@@ -171,6 +172,63 @@ def ladders(
     return tables
 
 
+def rounds(
+    rows: Iterable[Row],
+    title: str,
+    names: Sequence[str],
+    compared: Sequence[tuple[str, str]],
+    method: Sequence[str] = (),
+) -> Table:
+    """One line per workload and pass that were measured several times in turns; each round is a variant of its own.
+
+    Args:
+        names: the implementations, in the order of their columns: the median over the rounds.
+        compared: (name, baseline): for each a column of how many times as long the first takes, within one round; the
+            median over the rounds, and the least and the greatest.
+    """
+    rows = list(rows)
+    lines: dict[tuple[str, ...], dict[str, dict[object, Row]]] = {}
+    for row in rows:
+        workload = f"{row.batch} x {row.heads} x {_LINE_KEYS['length'](row)} x {row.d}"
+        key = (workload, row.dtype, "yes" if row.causal else "no", row.pass_)
+        lines.setdefault(key, {}).setdefault(row.implementation, {})[row.variant] = row
+    headers = ["workload", "dtype", "causal", "pass", *(f"{name} ms" for name in names)]
+    headers += [f"{name} / {baseline}" for name, baseline in compared]
+    cells = []
+    for key, found in lines.items():
+        of_name = [list(found.get(name, {}).values()) for name in names]
+        ratios = [_ratios(found.get(name, {}), found.get(baseline, {})) for name, baseline in compared]
+        cells.append([*key, *map(_median_cell, of_name), *map(_span_cell, ratios)])
+    n_rounds = len({row.variant for row in rows})
+    notes = [
+        f"A workload is batch x heads x length x head dim. Each time is the median of {n_rounds} rounds, in each of "
+        "which every implementation was timed once, one right after the other. Ratios are those within a round: their "
+        "median, and in brackets the least and the greatest."
+    ]
+    return Table(title, headers, cells, notes + _notes(rows, _LINE_KEYS, method))
+
+
+def _ratios(rows: Mapping[object, Row], baselines: Mapping[object, Row]) -> list[float]:
+    """How many times as long as the baseline of its round each row took, where both were timed."""
+    pairs = [(row, baselines[variant]) for variant, row in rows.items() if variant in baselines]
+    return [row.median_ms / other.median_ms for row, other in pairs if row.median_ms and other.median_ms]
+
+
+def _median_cell(rows: Sequence[Row]) -> str:
+    """The median time of a workload's rounds, or why there is none."""
+    times = [row.median_ms for row in rows if row.median_ms is not None]
+    if not times:
+        return status_cell(rows[0] if rows else None)
+    return ("" if all(map(is_steady, rows)) else "~") + f"{median(times):.3f}"
+
+
+def _span_cell(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    span = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
+    return f"{median(ratios):.3f}{span}"
+
+
 def _measured(names: Sequence[str], rows: Iterable[Row]) -> list[str]:
     """Those of the names that there are rows of, and then the others that there are rows of."""
     measured = {row.implementation: None for row in rows}
@@ -222,7 +280,9 @@ def passes(rows: Sequence[Row]) -> str:
     ]
     by_duration = [row.iterations for row in timed if row.warmup is None and row.iterations is not None]
     if by_duration:
-        texts.append(f"{min(by_duration)} to {max(by_duration)} timed passes, as many as filled a set time")
+        least, most = min(by_duration), max(by_duration)
+        count = f"{least} to {most}" if least < most else f"{least}"
+        texts.append(f"{count} timed passes, as many as filled a set time")
         counts[None, None] = len(by_duration)
     if len(counts) > 1:
         texts = [f"{text} ({count} rows)" for text, count in zip(texts, counts.values(), strict=True)]
