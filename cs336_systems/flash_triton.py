@@ -20,6 +20,7 @@ from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled
 from cs336_systems.layouts import empty_output_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PLAIN_TYPES = frozenset((Tensor, Parameter, bool))  # of arguments that need no dispatch
 
 
 def _launch_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def _op_or_launch(op: Callable[..., Any], direct: Callable[..., Any]) -> Callabl
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
             return op(*arguments)
-        plain = all(type(x) in (Tensor, Parameter, bool) for x in arguments) and not arguments[0].is_meta
+        plain = PLAIN_TYPES.issuperset(map(type, arguments)) and not arguments[0].is_meta
         return (direct if plain else op)(*arguments)
 
     return call

@@ -256,16 +256,16 @@ def launch_kernel(
         # The outputs' layout follows from that of what was copied, not from that of the copies.
         of_copies = launches_for(launches.is_causal, launches.tile, *copies, *outputs)
         return launch_kernel(kernel, of_copies, copies, outputs)
-    # The interpreter keeps the number of the program that it runs in one global variable.
-    with _interpreter_lock if is_interpreted() else torch.cuda.device_of(inputs[0]):
-        if known is not None:
-            known.launch(*inputs, *outputs)
-            compiled = known.compiled
-        else:
-            tile = launches.tile or kernel.tile(inputs[0])
+    if known is not None:
+        known.launch(*inputs, *outputs)
+        compiled = known.compiled
+    else:
+        tile = launches.tile or kernel.tile(inputs[0])
+        # The interpreter keeps the number of the program that it runs in one global variable.
+        with _interpreter_lock if is_interpreted() else torch.cuda.device_of(inputs[0]):
             compiled, new = _launch_first(kernel, tile, launches.is_causal, (*inputs, *outputs))
-            if new is not None:
-                launches.prepared[kernel] = new
+        if new is not None:
+            launches.prepared[kernel] = new
     if _launched is not None and compiled is not None:
         _launched.append(compiled)
 

@@ -38,7 +38,15 @@ class Prepared:
     constants: tuple[Any, ...]
 
     def launch(self, *tensors: Tensor) -> None:
-        """Run the kernel on the tensors' device, which has to be the current one."""
+        """Run the kernel on the tensors' device."""
+        if cast(Any, driver.active).get_current_device() == self.device:
+            self._launch_there(*tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch_there(*tensors)
+
+    def _launch_there(self, *tensors: Tensor) -> None:
+        """As `launch`, for tensors on the current device."""
         compiled, runtime, active = self.compiled, knobs.runtime, cast(Any, driver.active)
         stream = active.get_current_stream(self.device)
         arguments = [argument for fill, x in zip(self.fill, tensors, strict=True) for argument in fill(x)]

@@ -94,7 +94,8 @@ def kernel(monkeypatch) -> FakeKernel:
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     mock_gpu(monkeypatch, Gpu("mocked", (9, 0), 227 * KIB))
     monkeypatch.setattr(prepared, "make_tensordesc_arg", encoded)
-    active = SimpleNamespace(get_current_stream=lambda device: "stream")
+    current = torch.empty(0, device=DEVICE).device.index
+    active = SimpleNamespace(get_current_stream=lambda device: "stream", get_current_device=lambda: current)
     monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=active))
     return fake
 
