@@ -25,10 +25,8 @@ def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
     than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
     """
-    if x.is_neg():
-        x = x.resolve_neg()
     as_it_is = x.stride(-1) == 1 and (x.ndim <= 4 or _merges(x))
-    return x if as_it_is else x.contiguous()
+    return (x if as_it_is else x.contiguous()).resolve_neg()
 
 
 def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
