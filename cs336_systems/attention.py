@@ -68,7 +68,7 @@ PEERS = (
     ),
 )
 
-INTERPRETED = ", in the interpreter: its times say nothing about a GPU" if launch.is_interpreted() else ""
+INTERPRETED = "in Triton's interpreter, whose times say nothing about a GPU"
 
 ATTENTION: dict[str, Implementation] = {
     implementation.name: implementation
@@ -99,10 +99,11 @@ ATTENTION: dict[str, Implementation] = {
         Implementation(
             name="flash_triton",
             function=flash_triton.FlashAttention2Triton.apply,
-            description="FlashAttention-2 in Triton, forward and backward" + INTERPRETED,
+            description="FlashAttention-2 in Triton, forward and backward",
             dtypes=flash_triton.DTYPES,
             largest_d=MAX_HEAD_DIM,
             refusal=kernel_refusal,
+            remark=INTERPRETED if launch.is_interpreted() else None,
         ),
         Implementation(
             name="sdpa",

@@ -79,7 +79,7 @@ class Config:
     out_jsonl: Path = Path("runs/autotune.jsonl")
     """Where rows are written."""
     out_md: Path = Path("runs/autotune.md")
-    """Where the whole ranking is written."""
+    """Where the whole ranking of this shape and these kernels is written."""
     jobs: int | None = None
     """Processes that compile ahead; by default as many as there are cores, 16 at most. 0: compile one by one."""
     fresh: bool = False

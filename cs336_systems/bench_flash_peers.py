@@ -125,6 +125,7 @@ def main(config: Config) -> None:
         config.out_jsonl,
         config.out_md,
         console,
+        memory=False,
     )
 
 

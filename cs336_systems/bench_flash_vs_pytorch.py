@@ -136,6 +136,7 @@ def main(config: Config) -> None:
         config.out_jsonl,
         config.out_md,
         console,
+        memory=False,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import limited, overridden, publish, run_script
+from cs336_systems.bench.entry import limited, overridden, publish, require_outputs, run_script
 from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.report import comparisons
 from cs336_systems.bench.sweep import Sweep
@@ -73,6 +73,8 @@ class Config:
 
 
 def main(config: Config) -> None:
+    jsonl, markdown = config.out_dir / "metrics.jsonl", config.out_dir / "table.md"
+    require_outputs(jsonl, markdown)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     grid = GRIDS[device.type]
     implementations = [ATTENTION[name] for name in (["naive", "compiled"] if config.compile else ["naive"])]
@@ -92,7 +94,7 @@ def main(config: Config) -> None:
         budget=budget,
         variant=variant,
     )
-    console, jsonl = Console(), config.out_dir / "metrics.jsonl"
+    console = Console()
     publish(
         sweep.run(jsonl, config.fresh, console),
         lambda rows, notes: comparisons(rows, grid.title, tuple(ATTENTION), "naive", notes),
@@ -100,7 +102,7 @@ def main(config: Config) -> None:
         budget,
         device,
         jsonl,
-        config.out_dir / "table.md",
+        markdown,
         console,
     )
 

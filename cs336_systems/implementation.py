@@ -37,6 +37,7 @@ class Implementation:
     `saved_scores` and `saved_float32_scores` are how many (n_queries, n_keys) matrices per head it keeps for its
     backward in the inputs' dtype and in float32, counted from its equations; the benchmarks predict memory from them
     and print the measured figure beside. `context` makes the context in which it is what it says, forward and backward.
+    `remark` is what every time of it has to say, if anything.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Implementation:
     saved_scores: int = 0
     saved_float32_scores: int = 0
     context: Callable[[], AbstractContextManager[object]] = nullcontext
+    remark: str | None = None
 
     def saved_bytes_per_score(self, dtype: torch.dtype) -> int:
         """Bytes kept for the backward of each score, for inputs of `dtype`."""

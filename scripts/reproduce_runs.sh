@@ -6,23 +6,29 @@
 #   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
 #   RUN=python3 scripts/reproduce_runs.sh runs/mine         in an environment that is already there
 #
+# Steps: pytorch_attention small_card flash ladder peers tuning model training plots, and report where there is a template.
 # A step that was interrupted goes on where it stopped.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-
-if [ $# -eq 0 ]; then
+if [ $# -eq 0 ] || [[ $1 == -* ]]; then
     echo "usage: scripts/reproduce_runs.sh FOLDER [STEP …]" >&2
     exit 2
 fi
-out=$1
+[[ $1 == /* ]] && out=$1 || out=$PWD/$1
 shift
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 run=${RUN:-uv run}
 
 pytorch_attention() {
     $run cs336_systems/bench_pytorch_attention.py --compile --out-dir "$out/pytorch_attention"
 }
 small_card() { # the course's grid on 12 GB
+    local mib
+    mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || mib=0
+    if ((${mib:-0} <= 12288)); then
+        echo "skipped: there is no GPU with more than 12 GiB here"
+        return
+    fi
     $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 --out-dir "$out/pytorch_attention_12gib"
 }
 flash() { # half of the usual 100 ms for each row: there are some two thousand
@@ -73,11 +79,14 @@ report() {
 
 steps=(pytorch_attention small_card flash ladder peers tuning model training plots)
 [ ! -f "$out/REPORT.template.md" ] || steps+=(report)
-for step in "${@:-${steps[@]}}"; do
+[ $# -gt 0 ] || set -- "${steps[@]}"
+for step in "$@"; do
     if [[ " ${steps[*]} " != *" $step "* ]]; then
         echo "no step is called $step; there are: ${steps[*]}" >&2
         exit 2
     fi
+done
+for step in "$@"; do
     echo "== $step"
     "$step"
 done

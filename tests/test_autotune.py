@@ -227,6 +227,31 @@ def test_finalists_are_timed_in_turns(tmp_path, monkeypatch):
     assert Resources.of(rows[0]) == Resources(168, 2, 49152)
 
 
+@pytest.mark.parametrize("killed_after", [3, 4, 5])
+def test_killed_before_the_rounds_were_over_it_makes_up_for_them(killed_after, tmp_path, monkeypatch):
+    """Three trials are measured, and then their rows replaced one by one."""
+
+    class Killed(BaseException):
+        pass
+
+    put, rows = tuning.RowFile.put, []
+
+    def put_some(self, row):
+        if len(rows) == killed_after:
+            raise Killed
+        rows.append(row)
+        put(self, row)
+
+    trials = [trial(name) for name in "abc"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tuning.RowFile, "put", put_some)
+        search(*trials).run(tmp_path / "r.jsonl", False, QUIET)
+    found = search(*trials).run(tmp_path / "r.jsonl", False, QUIET)
+    assert [(r.rounds, r.iterations) for r in found] == [(ROUNDS, ROUNDS)] * 3
+    timed = found[0]
+    assert timed.median_ms and timed.p20_ms and timed.p80_ms and timed.p20_ms < timed.median_ms < timed.p80_ms
+
+
 def test_a_finalist_that_fails_is_no_winner(tmp_path):
     runs = []
 

@@ -1,11 +1,19 @@
 """bench.accuracy: what is wrong is caught, in the output and in each gradient, and NaN never passes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cs336_systems.bench.accuracy import SLACK, WrongResultError, error_budget, max_error, require_correct
+from cs336_systems.bench.accuracy import (
+    MOST_CHECKED_HEADS,
+    SLACK,
+    WrongResultError,
+    error_budget,
+    max_error,
+    require_correct,
+)
 
 from .bench_examples import CPU, plain_attention, shape
 
@@ -40,6 +48,18 @@ def test_errors_of_infinities_and_nan():
     assert math.isnan(max_error(torch.tensor([math.nan, 1.0]), torch.ones(2).double()))
     with pytest.raises(WrongResultError, match=r"shape is \(1,\), not \(2,\)"):
         max_error(torch.ones(1), torch.ones(2))
+
+
+def test_many_heads_are_checked_on_a_few():
+    """What fits in memory when it is timed must not run out of it when it is checked."""
+    heads = []
+
+    def counted(q, k, v, is_causal):
+        heads.append(q.shape[1])
+        return plain_attention(q, k, v, is_causal)
+
+    require_correct(counted, plain_attention, replace(shape(), heads=20_000), CPU)
+    assert heads == [MOST_CHECKED_HEADS]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -183,6 +183,13 @@ def test_rows_and_tables_go_to_two_files(tmp_path):
         require_outputs(rows, tmp_path / "." / "rows.jsonl")
     with pytest.raises(ValueError, match="is a folder; allowed is a file"):
         require_outputs(rows, tmp_path)
+    other = tmp_path / "deep" / "other.jsonl"
+    require_outputs(other, tmp_path / "rows.md")
+    other.write_text(row().to_json(), encoding="utf-8")
+    with pytest.raises(ValueError, match="holds rows of a benchmark"):
+        require_outputs(rows, other)
+    with pytest.raises(OSError, match=r"other\.jsonl"):
+        require_outputs(rows, other / "in a file" / "table.md")
 
 
 @pytest.mark.parametrize("script", [VERSUS, LEADERBOARD, autotune, benchmark], ids=lambda script: script.__name__)
@@ -368,12 +375,19 @@ def test_ladder_table():
 
 
 def test_ceiling(tmp_path, monkeypatch):
-    """2·n³ operations over the time, one row per dtype and precision; the same again replaces it."""
+    """2·n³ operations over the time, one row per dtype and precision; a time on record stays, a failure is a row."""
     monkeypatch.setitem(measure_ceiling.__globals__["SIZES"], "cpu", 64)
     path = tmp_path / "rows.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setitem(measure_ceiling.__globals__, "time_call", lambda *_: torch.empty(2**60))
+        failed = measure_ceiling(path, torch.float32, CPU, Duration(0, 1))
+    assert failed.status == "error" and failed.tflops is None and str(failed.message).startswith("RuntimeError: ")
+    found = []
     for precision in ("highest", "high", "high"):
         with float32_precision(precision):
-            last = measure_ceiling(path, torch.float32, CPU, Duration(0, 1))
+            found.append(measure_ceiling(path, torch.float32, CPU, Duration(0, 1)))
+    last = found[-1]
+    assert last == found[1] and found[0].status == "ok"
     assert last.median_ms is not None and last.tflops == pytest.approx(2 * 64**3 / last.median_ms / 1e9)
     assert [r.float32_precision for r in RowFile(path).rows.values()] == ["highest", "high"]
     assert torch.get_float32_matmul_precision() == "highest"

@@ -29,7 +29,7 @@ def test_run_by_path_then_again(tmp_path, monkeypatch, capsys):
     command = [sys.executable, str(SCRIPT), *TINY, "--out-dir", str(tmp_path)]
     first = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert first.returncode == 0, first.stderr
-    assert "[4/4, 0 s left] naive backward, d 8, length 32, float32" in first.stdout
+    assert "[4/4, 0 s left] naive backward, batch 2, d 8, length 32, float32" in first.stdout
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["n_keys"], row["pass"], row["status"]) for row in rows] == [

@@ -101,6 +101,16 @@ def test_the_last_of_two_lines_with_one_key_wins(tmp_path):
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
 
 
+def test_zeros_at_the_end_are_a_write_that_never_came(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for half in (b"", b'{"implementation": "na'):
+        path.write_bytes(row().to_json().encode() + b"\n" + half + b"\0" * 100)
+        assert list(RowFile(path).rows.values()) == [row()] == read_rows(path)
+    path.write_bytes(b"\0\0\n" + row().to_json().encode() + b"\n")
+    with pytest.raises(RecordError, match=r"line 1 is not a benchmark row: .*; mend or delete that line"):
+        RowFile(path)
+
+
 def test_killed_at_any_byte(tmp_path):
     """Whatever part of the last line reached the disk, the rows before it stay and the file goes on."""
     path = tmp_path / "metrics.jsonl"

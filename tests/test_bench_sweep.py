@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
-from cs336_systems.bench.measure import Passes, Timing
+from cs336_systems.bench.measure import Passes, Timing, float32_precision
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, classify
 from cs336_systems.bench.workload import MIB
@@ -167,6 +167,17 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert again.status == "ok", "a skipped row is tried again: memory may be free by now, and it costs nothing"
 
 
+def test_remarks_and_settings_are_said(tmp_path):
+    """What is timed in the interpreter says so in its row, and a line says what tells its sweep from others."""
+    out = io.StringIO()
+    odd = replace(example(), remark="in a simulator")
+    one = replace(sweep(odd), variant="12 GiB")
+    with float32_precision("high"):
+        (found,) = one.run(tmp_path / "metrics.jsonl", console=Console(file=out))
+    assert found.message == "in a simulator"
+    assert "plain forward, batch 2, d 8, length 16, float32, precision high, 12 GiB: " in out.getvalue()
+
+
 def test_nothing_is_skipped_where_available_memory_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "available_bytes", lambda: None)
     (row,) = sweep(example()).run(tmp_path / "metrics.jsonl")
@@ -263,7 +274,7 @@ def test_a_gpu_that_failed_for_good_ends_the_sweep(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep_module, "release_memory", release)
     three = sweep(example(function=attention), shapes=(shape(16), shape(32), shape(64)))
-    with pytest.raises(DeviceLostError, match=r"ends at plain forward, d 8, length 32.*illegal memory access"):
+    with pytest.raises(DeviceLostError, match=r"ends at plain forward, batch 2, d 8, length 32.*illegal memory access"):
         three.run(path)
     ok, lost = read_rows(path)
     assert (ok.status, lost.status, lost.median_ms, lost.n_queries) == ("ok", "error", None, 32)
@@ -309,8 +320,8 @@ def test_plain_lines_where_the_output_is_no_terminal(tmp_path):
     console = Console(file=out, force_terminal=False)
     sweep(example(), example("gpu_only", reason="needs a [GPU]")).run(tmp_path / "metrics.jsonl", console=console)
     first, second = out.getvalue().splitlines()
-    assert first.startswith("[1/2, ") and "s left] plain forward, d 8, length 16, float32: " in first
-    assert second.endswith("gpu_only forward, d 8, length 16, float32: unsupported (needs a [GPU])")
+    assert first.startswith("[1/2, ") and "s left] plain forward, batch 2, d 8, length 16, float32: " in first
+    assert second.endswith("gpu_only forward, batch 2, d 8, length 16, float32: unsupported (needs a [GPU])")
     sweep(example()).run(tmp_path / "metrics.jsonl", console=console)
     assert "holds 1 of 1 rows" in out.getvalue()
     assert "\x1b" not in out.getvalue()

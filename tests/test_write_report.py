@@ -457,7 +457,12 @@ def test_parts_that_were_not_measured_say_so(tmp_path):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_every_step_that_measures_again_is_a_valid_command(tmp_path):
     command = ["bash", str(SCRIPT.with_name("reproduce_runs.sh")), str(tmp_path)]
-    shown = subprocess.run(command, env=os.environ | {"RUN": "echo"}, capture_output=True, text=True, check=True)
+    gpu = tmp_path / "bin" / "nvidia-smi"  # of 141 GiB
+    gpu.parent.mkdir()
+    gpu.write_text("#!/bin/sh\necho 144384\n", encoding="utf-8")
+    gpu.chmod(0o755)
+    environment = os.environ | {"RUN": "echo", "PATH": f"{gpu.parent}:{os.environ['PATH']}"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     commands = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("==")]
     written = set()
     for path, *arguments in commands:

@@ -1,5 +1,6 @@
 """What the benchmark scripts have in common: from the command line to an exit status, and from rows to a table."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget, limit_memory
-from cs336_systems.bench.record import Row, read_rows
+from cs336_systems.bench.record import HALF_WRITTEN_ROW, Row, read_rows
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import DeviceLostError
 from cs336_systems.bench.workload import FLOPS_METHOD
@@ -70,27 +71,36 @@ def limited(device: torch.device, gib: float | None) -> str | None:
 
 
 def require_outputs(jsonl: Path, markdown: Path) -> None:
-    """Check where rows and tables are to go, before anything is measured.
+    """Check where rows and tables are to go, and make the folders, before anything is measured.
 
     Raises:
-        ValueError: both to one file, or one of them to a folder.
+        ValueError: both to one file, one of them to a folder, or tables in place of rows.
+        OSError: a folder cannot be made or written to.
     """
     if jsonl.resolve() == markdown.resolve():
         raise ValueError(f"--out-jsonl and --out-md are both {jsonl}; the tables would overwrite the rows")
     for path in (jsonl, markdown):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; allowed is a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(f"{path} cannot be written")
+    if markdown.exists() and markdown.read_bytes().startswith(HALF_WRITTEN_ROW):
+        raise ValueError(f"{markdown} holds rows of a benchmark; tables would overwrite them")
 
 
-def method(implementations: Sequence[Implementation], budget: Budget, device: torch.device) -> tuple[str, ...]:
-    """The notes under a table: what each implementation is, and how time, FLOPs and memory were taken."""
+def method(
+    implementations: Sequence[Implementation], budget: Budget, device: torch.device, memory: bool
+) -> tuple[str, ...]:
+    """The notes under a table: what each implementation is, and how time, FLOPs and, where `memory` is shown, that was
+    taken.
+    """
     return (
         *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
         budget.time_method[device.type],
         BACKWARD_METHOD,
         FLOPS_METHOD,
-        MEMORY_METHOD[device.type],
-        PREDICTION_METHOD,
+        *((MEMORY_METHOD[device.type], PREDICTION_METHOD) if memory else ()),
     )
 
 
@@ -103,6 +113,7 @@ def publish(
     jsonl: Path,
     markdown: Path,
     console: Console,
+    memory: bool = True,
 ) -> None:
     """Print the run's rows as tables, and write tables of all that this machine has on record to `markdown`.
 
@@ -110,6 +121,7 @@ def publish(
         rows: what the run measured, at least one row.
         tables: makes tables of rows and the notes under them.
         implementations: all that may be on record.
+        memory: whether the tables say what is kept for the backward.
     """
     on_record = [row for row in read_rows(jsonl) if row.gpu == rows[0].gpu]
     ceilings = [row for row in on_record if row.implementation == CEILING]
@@ -118,7 +130,7 @@ def publish(
     def made_of(rows: Sequence[Row]) -> Sequence[Table]:
         measured = {row.implementation for row in rows}
         described = [implementation for implementation in implementations if implementation.name in measured]
-        return tables(rows, (*method(described, budget, device), *map(_ceiling, ceilings)))
+        return tables(rows, (*method(described, budget, device, memory), *map(_ceiling, ceilings)))
 
     for table in made_of(rows):
         table.print(console)
@@ -130,7 +142,9 @@ def publish(
 def _ceiling(row: Row) -> str:
     precision = f", float32 precision {row.float32_precision}" if row.dtype == "float32" else ""
     what = f"torch.matmul of two {row.d} x {row.d} matrices in {row.dtype}{precision}"
+    if row.tflops is None:
+        return f"For scale: {what}: {row.status} ({row.message})."
     text = f"For scale: {what}: {row.tflops:.3g} TFLOP/s."
-    if row.dtype == "float32" and row.float32_precision == "highest":
+    if row.dtype == "float32" and row.float32_precision == "highest" and row.driver:  # on a GPU
         text += " It uses no tensor cores; flash_triton's products of bfloat16 parts do, and may pass it."
     return text

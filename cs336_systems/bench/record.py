@@ -262,7 +262,7 @@ def _by_key(rows: Iterable[AnyRecord]) -> dict[Hashable, AnyRecord]:
 
 
 def _parse(path: Path, content: bytes, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
-    *lines, unfinished = content.split(b"\n")
+    *lines, unfinished = content.rstrip(b"\0").split(b"\n")  # zeros: what a power cut may leave of a write
     for number, line in enumerate([*lines, unfinished], start=1):
         if not line.strip():
             continue
@@ -272,7 +272,8 @@ def _parse(path: Path, content: bytes, kind: type[AnyRecord]) -> Iterator[AnyRec
             begun = line.startswith(HALF_WRITTEN_ROW) or HALF_WRITTEN_ROW.startswith(line)
             if number > len(lines) and begun and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                 return  # the process died while it wrote this one
-            raise RecordError(f"{path}, line {number} is not a benchmark row: {error}") from error
+            again = "mend or delete that line, or name another file"
+            raise RecordError(f"{path}, line {number} is not a benchmark row: {error}; {again}") from error
 
 
 def now() -> str:

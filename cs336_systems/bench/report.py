@@ -262,7 +262,8 @@ def _fixed(value: float | None, digits: int) -> str:
 def _speed_up(row: Row | None, baseline: Row | None) -> str:
     if not (row and baseline and row.median_ms and baseline.median_ms):
         return "-"
-    return f"{baseline.median_ms / row.median_ms:.2f}x"
+    times = baseline.median_ms / row.median_ms
+    return f"{times:.2f}x" if times >= 0.1 else f"{times:.2g}x"
 
 
 def _constants(rows: Sequence[Row], varying: Collection[str]) -> str:
@@ -312,6 +313,9 @@ def spread(rows: Sequence[Record]) -> str:
         f"{spreads[len(spreads) // 2]:.1f} % for the middle row, {spreads[-1]:.1f} % for the worst, above {STEADY} % "
         f"for {unsteady} of {len(spreads)} rows; each row has its own in the JSONL."
     )
+    single = sum(row.median_ms is not None and row.iterations == 1 for row in rows)
+    if single:
+        text += f" {single} rows of a single pass have none."
     if unsteady:
         text += f" ~ marks those above {STEADY} %: another run may give a time that differs by as much."
         if rows[0].driver:  # on a GPU

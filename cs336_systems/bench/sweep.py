@@ -50,11 +50,13 @@ class Case:
     implementation: Implementation
     shape: AttentionShape
     pass_: Pass
+    setting: str = ""  # in which all of a sweep is measured
 
     def __str__(self) -> str:
         s = self.shape
         length = s.n_queries if s.n_queries == s.n_keys else f"{s.n_queries} x {s.n_keys}"
-        return f"{self.implementation.name} {self.pass_}, d {s.d}, length {length}, {s.dtype_name}"
+        shape = f"batch {s.batch}, d {s.d}, length {length}, {s.dtype_name}"
+        return ", ".join(filter(None, (f"{self.implementation.name} {self.pass_}", shape, self.setting)))
 
 
 def joined(message: str | None, note: str) -> str:
@@ -97,7 +99,9 @@ class Sweep:
     @property
     def cases(self) -> list[Case]:
         """Implementations next to one another, so that clocks drift little between them."""
-        return [Case(i, s, p) for s in self.shapes for i in self.implementations for p in self.passes]
+        precision = torch.get_float32_matmul_precision()
+        setting = ", ".join(filter(None, ("" if precision == "highest" else f"precision {precision}", self.variant)))
+        return [Case(i, s, p, setting) for s in self.shapes for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
         """Measure what `path` does not hold yet.
@@ -202,7 +206,8 @@ class Sweep:
         except Exception as error:
             return Measured(*classify(error), memory_mib)
         tflops = shape.flops(pass_) / timing.median_ms / 1e9
-        return Measured("ok", watch.note, memory_mib, timing, tflops)
+        remarks = "; ".join(filter(None, (watch.note, implementation.remark)))
+        return Measured("ok", remarks or None, memory_mib, timing, tflops)
 
 
 @contextmanager

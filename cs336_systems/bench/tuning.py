@@ -47,11 +47,14 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow(Row):
-    """One variant of a kernel, measured once, with its `Resources`."""
+    """One variant of a kernel with its `Resources`; `rounds` says in how many it was timed, in turns with others."""
+
+    OPTIONAL = Row.OPTIONAL | {"rounds"}
 
     registers: int | None = None
     spills: int | None = None
     shared_memory: int | None = None
+    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,10 @@ class _Run:
             self.record(trial, *self.measured(trial))
             left = (time.monotonic() - start) / done * (len(todo) - done)
             self.say(f"[{done}/{len(todo)}, {left:.0f} s left] {trial}: {_result(self.row(trial))}")
-        for kernel in dict.fromkeys(trial.kernel for trial in todo):
-            self.time_again(self.finalists(kernel))
+        changed = {trial.kernel for trial in todo}
+        for kernel in dict.fromkeys(trial.kernel for trial in trials):
+            if kernel in changed or not self.had_its_rounds(kernel):
+                self.time_again(self.finalists(kernel))
 
     def prepared(self, todo: Sequence[Trial]) -> list[Trial]:
         """Those of the trials that are still worth measuring; the others get their rows here."""
@@ -175,6 +180,14 @@ class _Run:
             if row.status == "ok" and (row in fastest or (kernel, trial.variant) in self.search.marked)
         ]
 
+    def had_its_rounds(self, kernel: str) -> bool:
+        """Whether as many trials of the kernel as there are finalists were timed in rounds: the search may have been
+        killed before.
+        """
+        rows = [row for trial in self.search.trials if trial.kernel == kernel and (row := self.row(trial))]
+        timed = [row for row in rows if row.status == "ok"]
+        return sum(row.rounds is not None for row in timed) >= min(FINALISTS, len(timed))
+
     def time_again(self, trials: Sequence[Trial]) -> None:
         """Replace the times of trials that were found right by those of rounds in which they take turns."""
         timings: dict[Trial, list[Timing]] = {trial: [] for trial in trials}
@@ -188,9 +201,12 @@ class _Run:
         for trial, rounds in timings.items():
             row = self.row(trial)
             assert row is not None
-            self.record(trial, failures.get(trial) or self.ok(trial, _median_of(rounds)), Resources.of(row))
+            measured = failures.get(trial) or self.ok(trial, _median_of(rounds))
+            self.record(trial, measured, Resources.of(row), len(rounds))
 
-    def record(self, trial: Trial, measured: Measured, resources: Resources = Resources()) -> None:
+    def record(
+        self, trial: Trial, measured: Measured, resources: Resources = Resources(), rounds: int | None = None
+    ) -> None:
         """Put the trial's row into the file.
 
         Raises:
@@ -208,6 +224,7 @@ class _Run:
                 **self.key(trial)._asdict() | asdict(self.environment),
                 **asdict(timing) | {"warmup": self.search.budget.warmup_passes()} if timing else {},
                 **asdict(resources),
+                rounds=rounds,
                 tflops=measured.tflops,
                 status=measured.status,
                 message=measured.message,
@@ -301,7 +318,9 @@ def _cells(row: TrialRow, best: TrialRow | None, marks: Mapping[str, str]) -> li
 
 
 def _median_of(rounds: Sequence[Timing]) -> Timing:
-    """The median of each figure, over rounds with all their passes."""
+    """The median of each figure, over rounds with all their passes; if a round is one pass, the rounds' own figures."""
+    if all(timing.iterations == 1 for timing in rounds):
+        return Timing.of([timing.median_ms for timing in rounds])
     return Timing(
         statistics.median(timing.median_ms for timing in rounds),
         statistics.median(timing.p20_ms for timing in rounds),
