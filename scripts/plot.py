@@ -4,7 +4,8 @@
     uv run scripts/plot.py runs/flash_bench.jsonl --out-dir runs/figures --baseline compiled --title "FlashAttention-2"
 
 It writes PNG files and prints their paths: a figure for each dtype, mask, pass and batch among the rows, a panel for
-each head dim, a line for each implementation, a cross where it ran out of memory.
+each head dim, a line for each implementation, a cross where it ran out of memory. A line breaks at a length without a
+number, and the footer says why there is none.
 """
 
 from dataclasses import dataclass

@@ -147,6 +147,67 @@ def test_out_of_memory_is_a_cross_and_no_point():
         assert "naive" in [text.get_text() for text in many.texts], "print has no colours"
 
 
+@pytest.mark.parametrize("status", ["oom", "error", "skipped", "unsupported", None])
+def test_a_line_breaks_at_lengths_without_a_number(status):
+    """Nothing is drawn between two points that were no neighbours, and a point between two gaps keeps its marker."""
+    gaps, lengths = (512, 1024, 4096), [2**power for power in range(8, 15)]
+    rows = [at(n, "compiled") for n in lengths if n not in gaps]
+    rows += [at(n, "compiled", status=status) for n in gaps if status]
+    for kind, figure in figures(rows + [at(n, name) for n in lengths for name in ("naive", "flex")]).items():
+        (axes,) = figure.axes
+        line, others = points(axes, "compiled"), points(axes, "flex")
+        assert list(line) == list(others) == lengths, kind
+        assert [n for n, y in line.items() if np.isnan(y)] == list(gaps), kind
+        assert not np.isnan(list(others.values())).any(), kind
+        assert lines(axes, "compiled")["compiled"].get_marker() == STYLES["compiled"].marker
+        if kind != "memory":
+            band = next(band for band in axes.collections if band.get_gid() == "compiled")
+            spans = [(path.get_extents().x0, path.get_extents().x1) for path in band.get_paths()]
+            assert spans == [(256, 256), (2048, 2048), (8192, 16384)], kind
+
+
+def test_footer_says_what_has_no_number_and_why():
+    lengths = [2**power for power in range(7, 14)]
+    rows = [at(n, name, d=d) for n in lengths for name in ("naive", "flash_triton") for d in (16, 64)]
+    assert not any("No number" in footer(figure) for figure in figures(rows).values())
+
+    rows += [at(n, "compiled", d=d, status="ok" if n < 1024 else "error") for n in lengths for d in (16, 64)]
+    rows += [at(n, "flash_pytorch", d=d) for n in (128, 256, 8192) for d in (16, 64)]
+    rows += [at(n, "flex", d=d, status="ok" if n == 128 else "error") for n in (128, 256) for d in (16, 64)]
+    rows += [at(n, name) for n in (128, 256, 8192) for name in ("a", "b")]
+    rows += [at(n, name, d=16) for n in lengths for name in ("a", "b")]
+    for kind, figure in figures(rows).items():
+        text = (
+            "No number: compiled, d 16, 64: error at 4 lengths from 1024 to 8192; "
+            "flash_pytorch, d 16, 64: not measured at 4 lengths from 512 to 4096; "
+            "flex, d 16, 64: error at 256, not measured at 5 lengths from 512 to 8192; "
+            "a, b, d 64: not measured at 4 lengths from 512 to 4096."
+        )
+        assert text in footer(figure).replace("\n", " "), kind
+
+
+def test_footer_leaves_out_what_the_figure_tells_and_what_cannot_run():
+    """Crosses and predictions need no words, and a baseline's gap is everyone's."""
+    rows = [at(n, "flex") for n in LENGTHS] + [at(128, tflops=None)]
+    rows += [at(1024, status="error"), at(65536, status="oom"), at(1024, "compiled", status="skipped")]
+    rows += [at(n, "compiled") for n in (128, 65536)] + [at(128, "sdpa_flash", status="unsupported")]
+    rows += [at(n, "sdpa_flash", d=16, status="unsupported") for n in LENGTHS] + [at(n, d=16) for n in LENGTHS]
+    rows += [at(n, name, d=16) for n in LENGTHS for name in ("compiled", "flex")]
+    expected = {
+        "latency": "No number: naive, d 64: error at 1024; compiled, d 64: skipped at 1024.",
+        "speedup": "No number: naive, d 64: error at 1024; compiled, d 64: skipped at 1024.",
+        "tflops": "No number: naive, d 64: not recorded at 128, error at 1024; compiled, d 64: skipped at 1024.",
+        "memory": "No number: naive, d 64: error at 1024.",
+    }
+    found = figures(rows)
+    for kind, text in expected.items():
+        assert text in footer(found[kind]).splitlines()
+    rows += [at(65536, "flex", pass_=pass_, d=32) for pass_ in ("forward", "backward")] + [at(65536, d=32)]
+    rows += [at(128, "flex", pass_="forward", d=32, status="error"), at(128, "flex", pass_="backward", d=32)]
+    memory = next(plot for plot in plan(rows) if plot.kind.file_stem == "memory").figure("title")
+    assert "flex" not in footer(memory).split("No number")[1], "the other pass tells the memory"
+
+
 def test_what_only_ran_out_of_memory_is_in_the_legend():
     rows = [at(n, name) for n in LENGTHS for name in ("naive", "flex")]
     for kind, figure in figures([*rows, *(at(n, "compiled", status="oom") for n in LENGTHS)]).items():
@@ -322,6 +383,29 @@ def test_axes():
         assert len(values) >= 3
         assert low == 0 if scale == "linear" else low > 0
         assert all(float(text.replace(",", "")) == pytest.approx(y) for text, y in values), "as a person writes them"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "labels"),
+    [
+        ((100, 256), ["100", "256"]),
+        ((100, 1000, 2560, 50257, 1000000), ["100", "1000", "2.5k", "50257", "1000000"]),
+        ((100,), ["100"]),
+        ((100, 110, 1024, 2**16), ["100", "", "1k", "64k"]),  # a second label would lie on the first
+        (range(100, 1300, 100), ["64", "128", "256", "512", "1k", "2k"]),  # one length more than there may be ticks
+    ],
+)
+def test_ticks_are_the_measured_lengths(lengths, labels):
+    for kind, figure in figures([at(n, name) for n in lengths for name in SPEED]).items():
+        (axes,) = figure.axes
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        ticks = axes.get_xticklabels()
+        assert [text.get_text() for text in ticks] == labels, kind
+        if len(lengths) <= module.MOST_TICKS:
+            assert numbers(axes.get_xticks()) == list(lengths)
+        boxes = [text.get_window_extent(canvas.get_renderer()) for text in ticks if text.get_text()]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2)), kind
 
 
 @pytest.mark.parametrize("span", [1.01, 1.5, 3, 30, 1e6])

@@ -23,13 +23,14 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatt
 
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.measure import PREDICTION_METHOD
-from cs336_systems.bench.record import Row
+from cs336_systems.bench.record import Row, Status
 from cs336_systems.bench.workload import FLOPS_METHOD, Pass
 
 DEFAULT_BASELINE = "naive"
 PERCENTILES = "Shaded: 20th to 80th percentile of a row's passes."
 OUT_OF_MEMORY, PREDICTED = "out of memory", "predicted"  # in the legend, once for all implementations
 WITH_PREDICTION = ("ok", "oom", "skipped")  # statuses of rows that fit into memory or not; others cannot run at all
+NOT_MEASURED, NOT_RECORDED = "not measured", "not recorded"  # no row; a row that is ok, but lacks the figure's number
 
 DPI = 150
 LOOK = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
@@ -42,7 +43,7 @@ LINE, SMALL_LINE, PADDING = 0.2, 0.14, 0.15
 NARROWEST = 6.5  # so that legend and footer of a single panel have room
 CHARACTER, SMALL_CHARACTER = 0.082, 0.056  # widths of an average one, and a little more
 LEGEND_HANDLE = 0.75  # a legend's line, and the space to the next column
-MOST_TICKS, MOST_ENVIRONMENTS = 11, 3
+MOST_TICKS, MOST_ENVIRONMENTS, MOST_LENGTHS = 11, 3, 2
 LINE_HEIGHT = 0.008  # of a panel's; lines that are closer lie on one another
 LANE = 0.065  # of a panel's height, for the crosses of one implementation
 
@@ -175,6 +176,11 @@ class Panel:
     rows: Sequence[Row]
     ceiling: float | None
 
+    @property
+    def lengths(self) -> list[int]:
+        """Those of all rows, whatever became of them."""
+        return sorted({row.n_keys for row in self.rows})
+
     def of(self, implementation: str) -> list[Row]:
         return [row for row in self.rows if row.implementation == implementation]
 
@@ -193,7 +199,8 @@ class Kind:
     """One kind of figure.
 
     `point` makes a row that is ok a point, or None where it has no such number. `decorate` draws what is no line of
-    measured points. `base` is that of the logarithmic y axis; None makes it linear, from zero.
+    measured points. `base` is that of the logarithmic y axis; None makes it linear, from zero. `explained` are statuses
+    whose rows need no word where they have no point: the figure tells in another way.
     """
 
     file_stem: str
@@ -204,6 +211,7 @@ class Kind:
     base: int | None = 10
     per_pass: bool = True
     note: str = ""
+    explained: tuple[Status, ...] = ()
 
     def points(self, implementation: str, panel: Panel) -> dict[int, Point]:
         """Length -> point, by length."""
@@ -215,6 +223,16 @@ class Kind:
         rows = panel.of(implementation)
         fits = {row.n_keys for row in rows if row.status == "ok"}
         return sorted({row.n_keys for row in rows if row.status == "oom"} - fits)
+
+    def gaps(self, implementation: str, panel: Panel) -> dict[int, str]:
+        """Length of the panel -> why the implementation has no number and no cross; not where it cannot run."""
+        rows = panel.of(implementation)
+        if rows and all(row.status == "unsupported" for row in rows):
+            return {}  # also at lengths at which nobody asked
+        unnamed = {row.n_keys for row in rows if row.status in ("unsupported", *self.explained)}
+        unnamed.update(self.points(implementation, panel), self.out_of_memory(implementation, panel))
+        reasons = {row.n_keys: NOT_RECORDED if row.status == "ok" else row.status for row in rows}
+        return {n: reasons.get(n, NOT_MEASURED) for n in panel.lengths if n not in unnamed}
 
 
 def _latency(row: Row, panel: Panel) -> Point | None:
@@ -259,6 +277,7 @@ MEMORY = Kind(
     _predictions,
     per_pass=False,
     note=PREDICTION_METHOD,
+    explained=("skipped",),  # the predicted line goes on
 )
 
 
@@ -284,6 +303,7 @@ def speed_up(baseline: str) -> Kind:
         point,
         decorate,
         base=2,
+        explained=("ok",),  # the baseline has no number there, and its cross or its own gap says so
     )
 
 
@@ -392,16 +412,21 @@ def _draw_panels(plot: Plot, figure: Figure) -> None:
         axes.grid(color="0.9", linewidth=0.6)
         for name, style in look.items():
             if points := kind.points(name, panel):
-                _draw_line(axes, points, name, style)
+                _draw_line(axes, _with_breaks(points, panel.lengths), name, style)
         kind.decorate(axes, panel, look)
 
     lengths = [row.n_keys for panel in plot.panels for row in panel.rows if row.status in WITH_PREDICTION]
     lanes = [name for name in look if any(kind.out_of_memory(name, panel) for panel in plot.panels)]
     _scale_values(figure.axes[0], kind.base, len(lanes) * LANE)
     for panel, axes in zip(plot.panels, figure.axes, strict=True):
-        _scale_lengths(axes, min(lengths), max(lengths))
+        _scale_lengths(axes, sorted(set(lengths)))
         for lane, name in enumerate(lanes):
             _draw_crosses(axes, kind.out_of_memory(name, panel), 1 - (lane + 0.5) * LANE, name, look[name])
+
+
+def _with_breaks(points: Mapping[int, Point], lengths: Iterable[int]) -> dict[int, Point]:
+    """The points, and a NaN at each of `lengths` between them that has none: there a line ends and begins anew."""
+    return {n: points.get(n, Point(math.nan)) for n in lengths if min(points) <= n <= max(points)}
 
 
 def _draw_line(axes: Axes, points: Mapping[int, Point], name: str, style: Style) -> None:
@@ -436,13 +461,30 @@ def _draw_crosses(axes: Axes, lengths: Sequence[int], height: float, name: str, 
         )  # fmt: skip
 
 
-def _scale_lengths(axes: Axes, shortest: int, longest: int) -> None:
+def _scale_lengths(axes: Axes, lengths: Sequence[int]) -> None:
+    shortest, longest = lengths[0], lengths[-1]
     axes.set_xscale("log", base=2)
     axes.set_xlim(shortest / 2**0.5, longest * 2**0.5)
     powers = range(math.floor(math.log2(shortest)), math.ceil(math.log2(longest)) + 1)
-    axes.xaxis.set_major_locator(FixedLocator([2**power for power in powers[:: math.ceil(len(powers) / MOST_TICKS)]]))
+    few = len(lengths) <= MOST_TICKS
+    ticks = lengths if few else [2**power for power in powers[:: math.ceil(len(powers) / MOST_TICKS)]]
+    labels = _tick_labels(ticks, PANEL_WIDTH / (math.log2(longest / shortest) + 1))
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda length, _: f"{length / 1024:g}k" if length >= 1024 else f"{length:g}")
+    axes.xaxis.set_major_formatter(lambda length, _: labels.get(round(length), ""))
+
+
+def _tick_labels(ticks: Sequence[int], octave: float) -> dict[int, str]:
+    """Tick -> label, for ticks whose label would not run into the one before; `octave` is the inches of a doubling."""
+    labels: dict[int, str] = {}
+    end = -math.inf
+    for tick in ticks:
+        text = f"{tick / 1024:g}k" if tick >= 1024 and tick % 256 == 0 else f"{tick}"  # 1.5k, but not 0.976562k
+        middle, half = math.log2(tick) * octave, len(text) * CHARACTER / 2
+        if middle - half >= end:
+            labels[tick] = text
+            end = middle + half
+    return labels
 
 
 def _scale_values(axes: Axes, base: int | None, free: float) -> None:
@@ -474,7 +516,8 @@ def _arrange(plot: Plot, figure: Figure, title: str) -> None:
     header = textwrap.wrap(f"{title}: {plot.kind.title}", int(width / CHARACTER))
     header += textwrap.wrap(plot.setting.title(), int(width / CHARACTER))
     has_bands = any(axes.collections for axes in figure.axes)
-    notes = (PERCENTILES if has_bands else "", plot.kind.note, *_coinciding(plot, figure.axes[0]), *_environments(plot))
+    covered, gaps = _coinciding(plot, figure.axes[0]), _gaps(plot)
+    notes = (PERCENTILES if has_bands else "", plot.kind.note, *covered, *gaps, *_environments(plot))
     footer = [line for note in notes for line in textwrap.wrap(note, int(width / SMALL_CHARACTER))]
     handles = _legend_handles(plot, figure)
     longest = max(map(len, handles))
@@ -535,6 +578,35 @@ def _coinciding(plot: Plot, axes: Axes) -> list[str]:
         else:
             lines.append(([name], heights))
     return [f"One line at this scale: {', '.join(names)}." for names, _ in lines if len(names) > 1]
+
+
+def _gaps(plot: Plot) -> list[str]:
+    """What has no number and why, as a note; implementations and head dims that lack the same have one entry."""
+    head_dims: dict[tuple[str, str], list[int]] = {}
+    for name in plot.look:
+        if all(row.status == "unsupported" for panel in plot.panels for row in panel.of(name)):
+            continue  # the figure is not about it
+        for panel in plot.panels:
+            if found := plot.kind.gaps(name, panel):
+                head_dims.setdefault((name, _reasons(found)), []).append(panel.d)
+    entries: dict[str, list[str]] = {}
+    for (name, reasons), found in head_dims.items():
+        entries.setdefault(f"d {', '.join(map(str, found))}: {reasons}", []).append(name)
+    text = "; ".join(f"{', '.join(names)}, {entry}" for entry, names in entries.items())
+    return [f"No number: {text}."] if text else []
+
+
+def _reasons(gaps: Mapping[int, str]) -> str:
+    """Such as "error at 512 and 1024, not measured at 5 lengths from 4096 to 65536"."""
+    lengths: dict[str, list[int]] = {}
+    for length, reason in gaps.items():
+        lengths.setdefault(reason, []).append(length)
+    return ", ".join(
+        f"{reason} at {' and '.join(map(str, found))}"
+        if len(found) <= MOST_LENGTHS
+        else f"{reason} at {len(found)} lengths from {found[0]} to {found[-1]}"
+        for reason, found in lengths.items()
+    )
 
 
 def _length_name(setting: Setting) -> str:
