@@ -28,6 +28,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import overridden, require_outputs, run_script
 from cs336_systems.bench.measure import Duration
 from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.report import say, write_tables
 from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
 from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
 from cs336_systems.tile_search import Tables, TileBench, compiled_ahead, rankings, row_name
@@ -49,7 +50,7 @@ DEFAULTS = {
     "cuda": Defaults(16384, 16, 64, "bfloat16", Duration(25, 100)),
     "cpu": Defaults(128, 2, 32, "float32", Duration(0, 1)),
 }
-INTERPRETED = "Triton's interpreter on a CPU, reduced run, no GPU"
+IN_INTERPRETER = "Triton's interpreter on a CPU, reduced run, no GPU"
 MOST_JOBS = 16
 SHOWN = 20  # of a kernel's tiles, on the console
 
@@ -126,17 +127,16 @@ def main(config: Config) -> None:
     console = Console()
     rows = search.run(config.out_jsonl, config.fresh, console)
 
-    note = INTERPRETED if interpreted else ""
+    note = IN_INTERPRETER if interpreted else ""
     time_method = search.budget.time_method[device.type]
     print_rankings(rankings(rows, kernels, tables, shape, note, time_method, SHOWN), console)
     whole = rankings(rows, kernels, tables, shape, note, time_method)
-    config.out_md.parent.mkdir(parents=True, exist_ok=True)
-    config.out_md.write_text("\n".join(table.to_markdown() for table in whole), encoding="utf-8")
+    write_tables(config.out_md, whole)
     said = [f"Rows are in {config.out_jsonl}, tables in {config.out_md}."]
     if config.write and (path := user_table_path()):
         said += tables.write(path, shape, kernels, rows)
     for line in said:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 if __name__ == "__main__":

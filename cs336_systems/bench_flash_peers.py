@@ -23,7 +23,7 @@ from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import AttentionShape, require_at_least
 from cs336_systems.ladder import PORTABLE
 
-RIVALS = (
+IMPLEMENTATIONS = (
     ATTENTION["flash_triton"],
     PORTABLE,
     *(ATTENTION[name] for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")),
@@ -84,7 +84,7 @@ class Config:
     warmup: int | None = None
     """Milliseconds of passes before those that are timed; by default 50, on a CPU 0."""
     rep: int | None = None
-    """Milliseconds of timed passes; by default 200, on a CPU 5."""
+    """Milliseconds of timed passes; by default 200, on a CPU 5. Rows on record stay; --fresh measures them again."""
     device: str | None = None
     """By default the GPU if there is one."""
     out_jsonl: Path = Path("runs/flash_peers.jsonl")
@@ -106,7 +106,7 @@ def main(config: Config) -> None:
     console, rows = Console(), []
     for number in range(1, config.rounds + 1):
         sweep = Sweep(
-            implementations=RIVALS,
+            implementations=IMPLEMENTATIONS,
             shapes=defaults.shapes,
             passes=("forward", "forward_backward"),
             reference=ATTENTION["naive"].function,
@@ -115,17 +115,16 @@ def main(config: Config) -> None:
             variant=f"round {number}",
         )
         rows += sweep.run(config.out_jsonl, config.fresh and number == 1, console)
-    names = [rival.name for rival in RIVALS]
+    names = [each.name for each in IMPLEMENTATIONS]
     publish(
         rows,
         lambda rows, notes: [rounds(rows, defaults.title, names, COMPARED, notes)],
-        RIVALS,
+        IMPLEMENTATIONS,
         budget,
         device,
         config.out_jsonl,
         config.out_md,
         console,
-        memory=False,
     )
 
 

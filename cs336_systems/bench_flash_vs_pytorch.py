@@ -74,7 +74,7 @@ class Config:
     warmup: int | None = None
     """Milliseconds of passes before those that are timed; by default 25, on a CPU 5."""
     rep: int | None = None
-    """Milliseconds of timed passes; by default 100, on a CPU 20."""
+    """Milliseconds of timed passes; by default 100, on a CPU 20. Rows on record stay; --fresh measures them again."""
     device: str | None = None
     """By default the GPU if there is one."""
     memory_limit_gib: float | None = None
@@ -108,7 +108,7 @@ def main(config: Config) -> None:
 
     console, rows, fresh = Console(), [], config.fresh
     for name in dict.fromkeys(config.dtypes):
-        for precision in config.float32_precision if name == "float32" else config.float32_precision[:1]:
+        for precision in config.float32_precision if name == "float32" else ("highest",):
             with float32_precision(precision):
                 sweep = Sweep(
                     implementations=[ATTENTION[each] for each in dict.fromkeys(names)],
@@ -136,7 +136,6 @@ def main(config: Config) -> None:
         config.out_jsonl,
         config.out_md,
         console,
-        memory=False,
     )
 
 

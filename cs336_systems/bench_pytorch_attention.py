@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench.ceiling import measure_ceiling
 from cs336_systems.bench.entry import limited, overridden, publish, require_outputs, run_script
 from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.report import comparisons
@@ -95,8 +96,10 @@ def main(config: Config) -> None:
         variant=variant,
     )
     console = Console()
+    rows = sweep.run(jsonl, config.fresh, console)
+    measure_ceiling(jsonl, DTYPES[config.dtype], device, budget)
     publish(
-        sweep.run(jsonl, config.fresh, console),
+        rows,
         lambda rows, notes: comparisons(rows, grid.title, tuple(ATTENTION), "naive", notes),
         tuple(ATTENTION.values()),
         budget,

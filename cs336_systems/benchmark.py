@@ -27,7 +27,7 @@ from cs336_systems.bench.ceiling import measure_ceiling
 from cs336_systems.bench.entry import device_named, overridden, require_outputs, run_script
 from cs336_systems.bench.measure import Passes, float32_precision
 from cs336_systems.bench.model import (
-    FLOPS_METHOD,
+    MODEL_FLOPS_METHOD,
     MODEL_PASSES,
     PASSES_METHOD,
     SIZES,
@@ -40,11 +40,12 @@ from cs336_systems.bench.model import (
 from cs336_systems.bench.model_report import model_tables
 from cs336_systems.bench.model_sweep import ModelSweep
 from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.report import say, write_tables
 from cs336_systems.bench.workload import require_at_least
 from cs336_systems.implementation import AttentionFunction
 
 STEPS = {"cuda": Passes(warmup=5, iterations=10), "cpu": Passes(warmup=0, iterations=1)}
-TITLES = {"cuda": "Transformer", "cpu": "Transformer on a CPU, few steps (no GPU)"}
+TITLES = {"cuda": "Transformer", "cpu": "Transformer on a CPU, single steps (no GPU)"}
 MAX_GRADIENT_NORM = 1.0
 STEP_METHOD = f"The optimizer's step: gradients clipped to norm {MAX_GRADIENT_NORM:g}, AdamW in float32."
 PEAK_METHOD = (
@@ -60,7 +61,7 @@ class Config:
     model_size: tuple[Literal["small", "medium", "large", "xl", "2.7b"], ...] = ("small",)
     """Sizes of the model."""
     sweep: bool = False
-    """All five sizes."""
+    """All five sizes, in place of --model-size."""
     context_length: int = 128
     """Tokens in a sequence."""
     sweep_contexts: tuple[int, ...] = ()
@@ -174,16 +175,14 @@ def main(config: Config) -> None:
         if config.nvtx:
             sweep = replace(sweep, ranged=torch.cuda.nvtx.range)
         rows = sweep.run(config.out_jsonl, config.fresh, console)
-    method = (budget.time_method[device.type], PASSES_METHOD, STEP_METHOD, FLOPS_METHOD, PEAK_METHOD)
+    method = (budget.time_method[device.type], PASSES_METHOD, STEP_METHOD, MODEL_FLOPS_METHOD, PEAK_METHOD)
     for table in model_tables(rows, TITLES[device.type], method):
         table.print(console)
-    console.print(f"Rows are in {config.out_jsonl}.", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"Rows are in {config.out_jsonl}.")
     if config.write_md:
         on_record = [row for row in read_rows(config.out_jsonl, ModelRow) if row.gpu == rows[0].gpu]
-        tables = model_tables(on_record, TITLES[device.type], method)
-        config.out_md.parent.mkdir(parents=True, exist_ok=True)
-        config.out_md.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
-        console.print(f"Tables are in {config.out_md}.", markup=False, highlight=False, soft_wrap=True)
+        write_tables(config.out_md, model_tables(on_record, TITLES[device.type], method))
+        say(console, f"Tables are in {config.out_md}.")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -20,12 +20,11 @@ from cs336_systems import launch
 from cs336_systems.bench.accuracy import (
     MOST_CHECKED_HEADS,
     SLACK,
-    WrongResultError,
     attention_and_gradients,
     error_budget,
-    max_error,
+    require_within,
 )
-from cs336_systems.bench.record import Environment
+from cs336_systems.bench.record import Environment, Key
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import Measured, classify
 from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, TrialRow, ranked, ranking
@@ -55,16 +54,16 @@ TILE_METHOD = (
     "pointers, and the registers that a thread is held to (r), if it is."
 )
 CANDIDATE_METHOD = (
-    "Tried: all that has room for its tiles in shared memory, one stage only where two have none, at least 8 rows of "
-    "accumulators a warp, accumulators in at most 4/5 of a thread's registers, descriptors only where both sizes reach "
-    "64, and held to 168 or 128 registers only where another program then fits on a multiprocessor and the "
-    "accumulators take half of them; and what the tables have."
+    "Tried: what the tables have, and tiles that fit into shared memory (--quick: some of them). Left out: one stage "
+    "where two fit; fewer than 8 rows of accumulators a warp; accumulators over 4/5 of a thread's registers; "
+    "descriptors with a side below 64; a limit of 168 or 128 registers, unless one more program then fits on a "
+    "multiprocessor and accumulators fill half of them."
 )
 CHECK_METHOD = (
     f"Each was first found right at some {CHECK_LENGTHS[0]} queries and {CHECK_LENGTHS[1]} keys, within "
-    f"{2 * SLACK} times the error that dense attention has against float64."
+    f"{2 * SLACK} times the error that dense attention has against float64 and {SLACK} roundings of the dtype."
 )
-FLOPS_METHOD = (
+KERNEL_FLOPS_METHOD = (
     "FLOPs: those of the matrix products that the kernel does, 2·B·H·n_queries·n_keys·d each, halved when causal: two "
     "in forward, four in dk_dv, three in dq."
 )
@@ -318,7 +317,7 @@ def rankings(
     sizes = f"{shape.batch} x {shape.heads} heads x {shape.n_queries} x {shape.d}"
     setting = f"{sizes}, {shape.dtype_name}, {'causal' if shape.causal else 'not causal'}"
     method = [TILE_METHOD, CANDIDATE_METHOD if tables.gpu else "", CHECK_METHOD, time_method, FINAL_METHOD]
-    method += [TIME_NOTE, FLOPS_METHOD]
+    method += [TIME_NOTE, KERNEL_FLOPS_METHOD]
     return [
         ranking(
             rows_of(kernel, rows),
@@ -372,10 +371,8 @@ class TileBench:
 
     def is_of(self, row: TrialRow, kernel: str, environment: Environment) -> bool:
         """Whether the row holds a time of the kernel at this shape on this device."""
-        shape: dict[str, object] = asdict(self.shape) | {"dtype": self.shape.dtype_name}
-        here = {"gpu": environment.gpu, "float32_precision": environment.float32_precision}
-        expected = shape | here | {"implementation": row_name(kernel)}
-        return row.median_ms is not None and all(getattr(row, name) == value for name, value in expected.items())
+        key = Key.of(row_name(kernel), TUNED[kernel].pass_, self.shape, environment, row.variant)
+        return row.median_ms is not None and row.key == key
 
     def trial(self, kernel: str, tile: Tile) -> Trial:
         """What `bench.tuning` measures."""
@@ -410,13 +407,9 @@ class TileBench:
             WrongResultError: one is off, or NaN; the message names each, by how much, and what is allowed.
         """
         operands, exact, allowed = self.checked
-        complaints = []
-        for name, value in zip(TUNED[kernel].outputs, TUNED[kernel].launch(operands, tile), strict=True):
-            error = max_error(value, exact[name])
-            if not error <= allowed[name] < math.inf:  # a NaN compares as False, so it never passes
-                complaints.append(f"{name} is off by {error:.1e} where {allowed[name]:.1e} is allowed")
-        if complaints:
-            raise WrongResultError("; ".join(complaints))
+        require_within(
+            dict(zip(TUNED[kernel].outputs, TUNED[kernel].launch(operands, tile), strict=True)), exact, allowed
+        )
 
     @cached_property
     def timed_operands(self) -> Operands:

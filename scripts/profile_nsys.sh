@@ -5,14 +5,13 @@
 #
 #   scripts/profile_nsys.sh runs/profile --model-size small --context-length 1024 --attention flash_triton
 set -euo pipefail
-cd "$(dirname "$0")/.."
-
-if [ $# -eq 0 ]; then
+if [ $# -eq 0 ] || [[ $1 == -* ]]; then
     echo "usage: scripts/profile_nsys.sh OUTPUT [arguments of benchmark.py …]" >&2
     exit 2
 fi
-output=$1
+[[ $1 == /* ]] && output=$1 || output=$PWD/$1
 shift
+cd "$(dirname "$0")/.."
 if ! command -v nsys >/dev/null; then
     echo "error: Nsight Systems (nsys) is not on the PATH" >&2
     exit 1

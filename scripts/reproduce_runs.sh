@@ -6,7 +6,8 @@
 #   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
 #   RUN=python3 scripts/reproduce_runs.sh runs/mine         in an environment that is already there
 #
-# Steps: pytorch_attention small_card flash ladder peers tuning model training plots, and report where there is a template.
+# Steps: pytorch_attention small_card flash ladder peers tuning model training compiled plots, and report where there is a
+# template.
 # A step that was interrupted goes on where it stopped.
 set -euo pipefail
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
@@ -69,6 +70,9 @@ training() { # from one seed: two curves that have to lie on one another
         $run scripts/train_lm.py --attention $attention --amp bf16 --out-dir "$out/training"
     done
 }
+compiled() { # needs no GPU
+    $run scripts/compiled_kernels.py --markdown "$out/compiled_kernels.md"
+}
 plots() {
     $run scripts/plot.py "$out/flash/metrics.jsonl" --out-dir "$out/flash"
     $run scripts/plot.py "$out/pytorch_attention/metrics.jsonl" --out-dir "$out/pytorch_attention"
@@ -77,7 +81,7 @@ report() {
     $run scripts/write_report.py "$out"
 }
 
-steps=(pytorch_attention small_card flash ladder peers tuning model training plots)
+steps=(pytorch_attention small_card flash ladder peers tuning model training compiled plots)
 [ ! -f "$out/REPORT.template.md" ] || steps+=(report)
 [ $# -gt 0 ] || set -- "${steps[@]}"
 for step in "$@"; do

@@ -35,6 +35,7 @@ from cs336_systems.bench.model import (
 from cs336_systems.bench.model_report import model_tables
 from cs336_systems.bench.model_sweep import ModelSweep
 from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.report import time_cell
 from cs336_systems.implementation import Implementation
 
 from .bench_examples import CPU, example, plain_attention
@@ -87,7 +88,7 @@ def test_small_without_a_gpu(tmp_path, capsys):
         assert row["tokens_per_second"] == pytest.approx(64_000 / row["median_ms"])
         assert row["peak_memory_mib"] is None and row["std_ms"] == 0
     text = (tmp_path / "b.md").read_text(encoding="utf-8")
-    assert text.startswith("# Transformer on a CPU, few steps (no GPU): float32, batch 1")
+    assert text.startswith("# Transformer on a CPU, single steps (no GPU): float32, batch 1")
     for note in ("Model FLOPs", "Parameters: small 128,625,408.", "commit", "AdamW"):
         assert note in text
 
@@ -202,7 +203,7 @@ def test_failures_become_rows_and_the_sweep_goes_on(tmp_path, console):
     assert read_rows(tmp_path / "a.jsonl", ModelRow) == rows
     (table,) = model_tables(rows, "t", ["method"])
     assert [line[:4] for line in table.lines] == [
-        ["small", "8", "forward", f"{rows[6].median_ms:.2f}"],
+        ["small", "8", "forward", time_cell(rows[6])],
         ["small", "8", "forward_backward", "OOM"],
         ["small", "16", "forward", "OOM"],
         ["small", "16", "forward_backward", "OOM"],
@@ -238,7 +239,7 @@ def test_compiled_model_is_one_graph(attention, tmp_path, console):
     implementation = benchmark.ATTENTION[attention]
     one = replace(sweep(implementation, device=DEVICE, passes=("forward", "training_step")), compiled=True)
     rows = one.run(tmp_path / "a.jsonl", False, console)
-    assert [(row.status, row.message) for row in rows] == [("ok", None)] * 2
+    assert [(row.status, row.message) for row in rows] == [("ok", implementation.remark)] * 2
     assert all(row.compiled for row in rows)
 
 

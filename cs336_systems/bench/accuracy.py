@@ -1,6 +1,7 @@
 """Correctness before speed: an implementation against a reference in float64, within an error budget."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -71,6 +72,25 @@ def attention_and_gradients(
     return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
 
 
+def require_within(
+    actual: Mapping[str, Tensor], exact: Mapping[str, Tensor], allowed: Mapping[str, float], where: str = ""
+) -> None:
+    """Check that no tensor is further from the exact one of its name than is allowed.
+
+    Raises:
+        WrongResultError: one is, or is NaN; the message begins with `where` and names each, by how much, and what is
+            allowed.
+    """
+    errors = {name: max_error(value, exact[name]) for name, value in actual.items()}
+    complaints = [
+        f"{name} is off by {error:.1e} where {allowed[name]:.1e} is allowed"
+        for name, error in errors.items()
+        if not error <= allowed[name] < math.inf  # a NaN compares as False, so it never passes
+    ]
+    if complaints:
+        raise WrongResultError(where + "; ".join(complaints))
+
+
 def require_correct(
     function: AttentionFunction, reference: AttentionFunction, shape: AttentionShape, device: torch.device
 ) -> None:
@@ -86,10 +106,5 @@ def require_correct(
     dense = attention_and_gradients(reference, *arguments, shape.dtype)
     actual = attention_and_gradients(function, *arguments, shape.dtype)
 
-    complaints = []
-    for name, value in actual.items():
-        error, allowed = max_error(value, exact[name]), error_budget(dense[name], exact[name], shape.dtype)
-        if not error <= allowed < math.inf:  # a NaN compares as False, so it never passes
-            complaints.append(f"{name} is off by {error:.1e} where {allowed:.1e} is allowed")
-    if complaints:
-        raise WrongResultError(f"wrong at d {small.d}, length {CHECK_LENGTH}: {'; '.join(complaints)}")
+    allowed = {name: error_budget(dense[name], exact[name], shape.dtype) for name in actual}
+    require_within(actual, exact, allowed, f"wrong at d {small.d}, length {CHECK_LENGTH}: ")

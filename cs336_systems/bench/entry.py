@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,8 +13,8 @@ from rich.console import Console
 
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget, limit_memory
-from cs336_systems.bench.record import HALF_WRITTEN_ROW, Row, read_rows
-from cs336_systems.bench.report import Table
+from cs336_systems.bench.record import ROW_BEGINS, Row, read_rows
+from cs336_systems.bench.report import Table, say, write_tables
 from cs336_systems.bench.sweep import DeviceLostError
 from cs336_systems.bench.workload import FLOPS_METHOD
 from cs336_systems.implementation import Implementation
@@ -85,22 +85,32 @@ def require_outputs(jsonl: Path, markdown: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(f"{path} cannot be written")
-    if markdown.exists() and markdown.read_bytes().startswith(HALF_WRITTEN_ROW):
+    if markdown.exists() and markdown.read_bytes().startswith(ROW_BEGINS):
         raise ValueError(f"{markdown} holds rows of a benchmark; tables would overwrite them")
 
 
 def method(
-    implementations: Sequence[Implementation], budget: Budget, device: torch.device, memory: bool
+    implementations: Sequence[Implementation],
+    rows: Sequence[Row],
+    headers: Collection[str],
+    budget: Budget,
+    device: torch.device,
 ) -> tuple[str, ...]:
-    """The notes under a table: what each implementation is, and how time, FLOPs and, where `memory` is shown, that was
-    taken.
-    """
+    """The notes under tables with these rows and headers: what each implementation is, and how it was measured."""
+
+    def shown(what: str) -> bool:
+        return any(header.endswith(what) for header in headers)
+
+    notes = {
+        BACKWARD_METHOD: any(row.pass_ == "backward" for row in rows),
+        FLOPS_METHOD: shown("TFLOP/s"),
+        MEMORY_METHOD[device.type]: shown("MiB before backward"),
+        PREDICTION_METHOD: shown("predicted MiB"),
+    }
     return (
         *(f"{implementation.name}: {implementation.description}." for implementation in implementations),
         budget.time_method[device.type],
-        BACKWARD_METHOD,
-        FLOPS_METHOD,
-        *((MEMORY_METHOD[device.type], PREDICTION_METHOD) if memory else ()),
+        *(note for note, applies in notes.items() if applies),
     )
 
 
@@ -113,7 +123,6 @@ def publish(
     jsonl: Path,
     markdown: Path,
     console: Console,
-    memory: bool = True,
 ) -> None:
     """Print the run's rows as tables, and write tables of all that this machine has on record to `markdown`.
 
@@ -121,22 +130,22 @@ def publish(
         rows: what the run measured, at least one row.
         tables: makes tables of rows and the notes under them.
         implementations: all that may be on record.
-        memory: whether the tables say what is kept for the backward.
     """
     on_record = [row for row in read_rows(jsonl) if row.gpu == rows[0].gpu]
     ceilings = [row for row in on_record if row.implementation == CEILING]
     on_record = [row for row in on_record if row.implementation != CEILING]
 
     def made_of(rows: Sequence[Row]) -> Sequence[Table]:
-        measured = {row.implementation for row in rows}
+        measured, dtypes = {row.implementation for row in rows}, {row.dtype for row in rows}
         described = [implementation for implementation in implementations if implementation.name in measured]
-        return tables(rows, (*method(described, budget, device, memory), *map(_ceiling, ceilings)))
+        headers = [header for table in tables(rows, ()) for header in table.headers]
+        at_best = [_ceiling(row) for row in ceilings if row.dtype in dtypes]
+        return tables(rows, (*method(described, rows, headers, budget, device), *at_best))
 
     for table in made_of(rows):
         table.print(console)
-    markdown.parent.mkdir(parents=True, exist_ok=True)
-    markdown.write_text("\n".join(table.to_markdown() for table in made_of(on_record)), encoding="utf-8")
-    console.print(f"Rows are in {jsonl}, tables in {markdown}.", markup=False, highlight=False, soft_wrap=True)
+    write_tables(markdown, made_of(on_record))
+    say(console, f"Rows are in {jsonl}, tables in {markdown}.")
 
 
 def _ceiling(row: Row) -> str:
@@ -146,5 +155,5 @@ def _ceiling(row: Row) -> str:
         return f"For scale: {what}: {row.status} ({row.message})."
     text = f"For scale: {what}: {row.tflops:.3g} TFLOP/s."
     if row.dtype == "float32" and row.float32_precision == "highest" and row.driver:  # on a GPU
-        text += " It uses no tensor cores; flash_triton's products of bfloat16 parts do, and may pass it."
+        text += " It uses no tensor cores."
     return text

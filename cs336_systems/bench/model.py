@@ -18,7 +18,7 @@ VOCABULARY = 10_000
 ModelPass = Literal["forward", "forward_backward", "training_step"]
 MODEL_PASSES: tuple[ModelPass, ...] = get_args(ModelPass)
 FLOPS_OVER_FORWARD: dict[ModelPass, int] = {"forward": 1, "forward_backward": 3, "training_step": 3}
-FLOPS_METHOD = (
+MODEL_FLOPS_METHOD = (
     "Model FLOPs: forward 2 a token for each parameter but those of the embedding, and 4·layers·d_model·n² a sequence "
     "for attention, halved by the causal mask; forward and backward, and the training step, three times that. "
     "Utilisation: the share of the matmul ceiling measured in the same run."
@@ -110,7 +110,7 @@ class ModelWorkload:
         return self.batch * self.context_length
 
     def flops(self, pass_: ModelPass) -> float:
-        """Floating-point operations of one pass, as FLOPS_METHOD states."""
+        """Floating-point operations of one pass, as MODEL_FLOPS_METHOD states."""
         size, n = self.size, self.context_length
         dense = 2 * self.tokens * (size.parameters - VOCABULARY * size.d_model)
         attention = 4 * self.batch * size.num_layers * size.d_model * n**2 / 2

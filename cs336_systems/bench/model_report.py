@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from cs336_systems.bench.model import MODEL_PASSES, SIZES, ModelRow
-from cs336_systems.bench.report import Table, environments, messages, status_cell
+from cs336_systems.bench.report import Table, environments, messages, passes, spread, time_cell
 
-GIB = 1024  # MiB
+MIB_PER_GIB = 1024
 
 
 def model_tables(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> list[Table]:
@@ -40,32 +40,30 @@ def _table(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> Table
     cells = []
     for (size, context, pass_), by_name in lines.items():
         found = [by_name.get(name) for name in names]
-        line = [size, f"{context}", pass_, *map(_median, found)]
+        line = [size, f"{context}", pass_, *map(time_cell, found)]
         line += [_cell(row, "std_ms", "{:.2f}") for row in found]
         line += [_cell(row, "tokens_per_second", "{:,.0f}") for row in found]
-        line += [_cell(row, "peak_memory_mib", "{:.1f}", GIB) for row in found]
+        line += [_cell(row, "peak_memory_mib", "{:.1f}", MIB_PER_GIB) for row in found]
         line += [_cell(row, "utilisation", "{:.1%}") for row in found]
         cells.append(line)
     setting = f"{title}: {first.dtype}, batch {first.batch}"
     parameters = ", ".join(
         f"{name} {SIZES[name].parameters:,}" for name in dict.fromkeys(row.model_size for row in rows)
     )
-    passes = sorted({row.iterations for row in rows if row.iterations is not None})
-    notes = [f"Parameters: {parameters}."]
-    if passes:
-        notes.append(f"Times are the median of {' or '.join(map(str, passes))} passes.")
-    notes.append("± is the standard deviation of a row's passes, around their mean; ms is the median.")
-    return Table(setting, headers, cells, [*notes, *method, *messages(rows, _where), *environments(rows)])
+    notes = [
+        f"Parameters: {parameters}.",
+        passes(rows),
+        "± is the standard deviation of a row's passes, around their mean; ms is the median.",
+        *method,
+        spread(rows),
+        *messages(rows, _where),
+        *environments(rows),
+    ]
+    return Table(setting, headers, cells, [note for note in notes if note])
 
 
 def _where(row: ModelRow) -> str:
     return f"{row.model_size}, context {row.context_length}, {row.pass_}"
-
-
-def _median(row: ModelRow | None) -> str:
-    if row is None or row.status == "ok":
-        return _cell(row, "median_ms", "{:.2f}")
-    return status_cell(row)
 
 
 def _cell(row: ModelRow | None, field: str, form: str, unit: float = 1) -> str:

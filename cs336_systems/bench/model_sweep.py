@@ -14,7 +14,7 @@ from cs336_systems.bench.compilation import CompileWatch, watched
 from cs336_systems.bench.measure import Passes, Timing, available_bytes, peak_memory, times_of
 from cs336_systems.bench.model import ModelKey, ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
 from cs336_systems.bench.record import Environment, RowFile, Status, now
-from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill, gib
+from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill, gib, remarks
 from cs336_systems.bench.workload import MIB, AttentionShape
 from cs336_systems.implementation import AttentionFunction, Implementation
 
@@ -153,7 +153,7 @@ class ModelSweep:
             case,
             environment,
             "ok",
-            watch.note,
+            remarks(watch, case.implementation),
             mean_ms=times.mean().item(),
             std_ms=times.std(correction=0).item(),
             **asdict(timing),

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,10 +17,10 @@ from uuid import uuid4
 import torch
 from filelock import FileLock
 
-from cs336_systems.bench.workload import Pass
+from cs336_systems.bench.workload import AttentionShape, Pass
 
 Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
-HALF_WRITTEN_ROW = b'{"implementation": '  # how the line begins that a process died in the middle of
+ROW_BEGINS = b'{"implementation": '  # also one that a process died in the middle of
 
 
 class RecordError(ValueError):
@@ -137,6 +137,12 @@ class Key(NamedTuple):
     gpu: str
     float32_precision: str
     variant: str | None = None
+
+    @classmethod
+    def of(cls, implementation: str, pass_: Pass, shape: AttentionShape, at: Environment, variant: str | None) -> "Key":
+        """The key of what is measured at `shape` in the environment `at`."""
+        sizes: dict[str, Any] = asdict(shape) | {"dtype": shape.dtype_name}
+        return cls(implementation, pass_, **sizes, gpu=at.gpu, float32_precision=at.float32_precision, variant=variant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +275,7 @@ def _parse(path: Path, content: bytes, kind: type[AnyRecord]) -> Iterator[AnyRec
         try:
             yield kind.from_json(line)
         except ValueError as error:
-            begun = line.startswith(HALF_WRITTEN_ROW) or HALF_WRITTEN_ROW.startswith(line)
+            begun = line.startswith(ROW_BEGINS) or ROW_BEGINS.startswith(line)
             if number > len(lines) and begun and isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                 return  # the process died while it wrote this one
             again = "mend or delete that line, or name another file"

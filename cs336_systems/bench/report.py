@@ -1,10 +1,11 @@
-"""Rows -> one table, for the console (rich) and for Markdown, with the method and the environment under it."""
+"""Rows -> tables, for the console (rich) and for Markdown, with the method and the environment under them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console
@@ -18,8 +19,8 @@ ESCAPED_PIPE = r"\|"
 STEADY = 5  # percent; on an H200 rows whose passes spread by less repeated within 3, as a test holds
 LONGEST_ROW_S = 600  # a row that is compiled and timed takes less
 
-# What tells one line of a table from another. The first three are always columns, the others where they vary;
-# what does not vary is said under the table.
+# What tells one line of a table from another: those in _ALWAYS are always columns, the others where they vary; what
+# does not vary is said under the table.
 _ALWAYS = ("d", "length", "pass")
 _LINE_KEYS: dict[str, Callable[[Row], object]] = {
     "dtype": lambda row: row.dtype,
@@ -67,7 +68,17 @@ class Table:
         table.width = Console(width=10_000).measure(table).maximum  # a line that runs over is better than cut numbers
         console.print(table, crop=False)
         for note in self.notes:
-            console.print(f"- {note}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"- {note}")
+
+
+def say(console: Console, line: str) -> None:
+    """One line of plain text, however long, whatever brackets it has."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_tables(path: Path, tables: Iterable[Table]) -> None:
+    """The tables one under another in a Markdown file."""
+    path.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
 
 
 def comparison(
@@ -201,8 +212,8 @@ def rounds(
         cells.append([*key, *map(_median_cell, of_name), *map(_span_cell, ratios)])
     n_rounds = len({row.variant for row in rows})
     notes = [
-        f"A workload is batch x heads x length x head dim. Each time is the median of {n_rounds} rounds, in each of "
-        "which every implementation was timed once, one right after the other. Ratios are those within a round: their "
+        f"A workload is batch x heads x length x head dim. Each time is the median of at most {n_rounds} rounds; in a "
+        "round every implementation is timed once, one right after the other. Ratios are those within a round: their "
         "median, and in brackets the least and the greatest."
     ]
     return Table(title, headers, cells, notes + _notes(rows, _LINE_KEYS, method))
@@ -271,7 +282,7 @@ def _constants(rows: Sequence[Row], varying: Collection[str]) -> str:
     return ", ".join(f"{name} {_LINE_KEYS[name](row)}" for row in rows[:1] for name in constants)
 
 
-def passes(rows: Sequence[Row]) -> str:
+def passes(rows: Sequence[Record]) -> str:
     """How many passes the times come of; a sweep that went on with other numbers has rows of each."""
     timed = [row for row in rows if row.median_ms is not None]
     counts = Counter((row.iterations, row.warmup) for row in timed if row.warmup is not None or row.iterations is None)
@@ -324,10 +335,10 @@ def spread(rows: Sequence[Record]) -> str:
 
 
 def _apart(rows: Sequence[Row]) -> str:
-    """Whether implementations on one line were measured in different runs.
+    """A note on how many lines hold rows that were not measured one right after the other, as a run does it.
 
-    A run measures them one right after the other: where another size was measured between them, or they lie longer
-    apart than any row takes, they are of two runs.
+    Where another size was measured between them, or they lie longer apart than any row takes, they are of two runs, or
+    two runs went on at a time.
     """
     lines: dict[tuple[object, ...], list[float]] = {}  # size and pass -> when its rows were measured
     for row in rows:
@@ -339,7 +350,10 @@ def _apart(rows: Sequence[Row]) -> str:
     )
     if not apart:
         return ""
-    return f"{apart} of {len(lines)} lines compare rows of different runs: clocks and load may have differed."
+    return (
+        f"{apart} of {len(lines)} lines hold rows of several runs, or of one beside which another went on: clocks and "
+        "load may have differed."
+    )
 
 
 def _size(row: Row) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -50,7 +50,7 @@ class Case:
     implementation: Implementation
     shape: AttentionShape
     pass_: Pass
-    setting: str = ""  # in which all of a sweep is measured
+    setting: str = ""  # the sweep's precision and variant, for messages
 
     def __str__(self) -> str:
         s = self.shape
@@ -142,15 +142,7 @@ class Sweep:
         return [file.rows[key] for key in keys.values()]
 
     def _key(self, case: Case, environment: Environment) -> Key:
-        shape: dict[str, Any] = asdict(case.shape) | {"dtype": case.shape.dtype_name}
-        return Key(
-            implementation=case.implementation.name,
-            pass_=case.pass_,
-            **shape,
-            gpu=environment.gpu,
-            float32_precision=environment.float32_precision,
-            variant=self.variant,
-        )
+        return Key.of(case.implementation.name, case.pass_, case.shape, environment, self.variant)
 
     def _row(self, case: Case, environment: Environment, measured: Measured) -> Row:
         saved = case.implementation.saved_bytes_per_score(case.shape.dtype)
@@ -206,8 +198,12 @@ class Sweep:
         except Exception as error:
             return Measured(*classify(error), memory_mib)
         tflops = shape.flops(pass_) / timing.median_ms / 1e9
-        remarks = "; ".join(filter(None, (watch.note, implementation.remark)))
-        return Measured("ok", remarks or None, memory_mib, timing, tflops)
+        return Measured("ok", remarks(watch, implementation), memory_mib, timing, tflops)
+
+
+def remarks(watch: CompileWatch, implementation: Implementation) -> str | None:
+    """What a time of the implementation has to say."""
+    return "; ".join(filter(None, (watch.note, implementation.remark))) or None
 
 
 @contextmanager
@@ -298,13 +294,15 @@ def classify(error: BaseException) -> tuple[Status, str]:
     """
     text = str(error)
     status: Status = "error"
+    said = first_line(error)
     if "out of resource: shared memory" in text:
         status = "unsupported"
     elif isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(known in text for known in OUT_OF_MEMORY_TEXTS)
     ):
         status = "oom"
-    return status, f"{type(error).__name__}: {first_line(error)[:LONGEST_MESSAGE]}"
+        said = said.partition(" GPU ")[0]  # what comes then, how much is free just now, differs from row to row
+    return status, f"{type(error).__name__}: {said[:LONGEST_MESSAGE]}"
 
 
 def gib(size: int) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.progress import Progress
 
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
 from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
-from cs336_systems.bench.report import Table, environments, passes, spread, time_cell
+from cs336_systems.bench.report import Table, environments, passes, say, spread, time_cell
 from cs336_systems.bench.sweep import DeviceLostError, Measured, classify, counted_on_interrupt, lost_for_good
 from cs336_systems.bench.workload import AttentionShape, Pass
 
@@ -235,21 +234,13 @@ class _Run:
             raise DeviceLostError(f"the search ends at {trial}: {lost}; the rows are in {self.file.path}")
 
     def key(self, trial: Trial) -> Key:
-        shape: dict[str, Any] = asdict(self.search.shape) | {"dtype": self.search.shape.dtype_name}
-        return Key(
-            implementation=trial.kernel,
-            pass_=trial.pass_,
-            **shape,
-            gpu=self.environment.gpu,
-            float32_precision=self.environment.float32_precision,
-            variant=trial.variant,
-        )
+        return Key.of(trial.kernel, trial.pass_, self.search.shape, self.environment, trial.variant)
 
     def row(self, trial: Trial) -> TrialRow | None:
         return self.file.rows.get(self.key(trial))
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, line)
 
 
 def ranked(rows: Collection[TrialRow]) -> list[TrialRow]:
