@@ -95,6 +95,8 @@ class BasicsTransformerLM(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {size}")
         self.vocab_size, self.context_length = vocab_size, context_length
         self.token_embeddings = Embedding(vocab_size, d_model, device, dtype)
+        if d_model % num_heads != 0:
+            raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
         self.positional_encoder = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device)
         self.layers = nn.ModuleList(
             TransformerBlock(d_model, num_heads, d_ff, self.positional_encoder, attention, device, dtype)
@@ -176,7 +178,8 @@ class BasicsTransformerLM(nn.Module):
         if eos_token_id is not None and not 0 <= eos_token_id < self.vocab_size:
             raise ValueError(f"eos_token_id must lie in [0, {self.vocab_size}), got {eos_token_id}")
 
-        n_candidates = 1 if temperature == 0 else min(top_k or self.vocab_size, self.vocab_size)
+        greedy = temperature < torch.finfo(torch.float32).tiny  # by which logits cannot be divided
+        n_candidates = 1 if greedy else min(top_k or self.vocab_size, self.vocab_size)
         token_ids = prompt_ids.reshape(-1, prompt_ids.shape[-1])
         ended = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
         for _ in range(max_new_tokens):

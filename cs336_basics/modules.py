@@ -82,7 +82,7 @@ def scaled_dot_product_attention(
     Returns:
         The weighted values, in the dtype of the inputs.
     """
-    if 0 in (*Q.shape, *K.shape):
+    if 0 in (*Q.shape, *K.shape, *V.shape):
         return Q @ K.mT @ V  # einx takes no empty axis; a sum over no keys is 0
     # Scaling Q rather than the scores costs n·d multiplications instead of n², and in half precision keeps Q K^T from
     # overflowing before it is scaled.
@@ -263,6 +263,7 @@ class RotaryEmbedding(nn.Module):
 
         Raises:
             ValueError: vectors of another size; more of them than there are positions.
+            IndexError: a position outside of the context (on a GPU the device's own assertion).
         """
         n, d = x.shape[-2:]
         if d != self.d:
@@ -272,7 +273,8 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError(f"got a sequence of length {n}; at most the context length, {self.context_length}")
             cos, sin = self.cos[:n], self.sin[:n]
         else:
-            cos, sin = self.cos[positions], self.sin[positions]
+            # Indexing would take -1 for the last position, and bytes for a mask.
+            cos, sin = (nn.functional.embedding(positions, table) for table in (self.cos, self.sin))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         even, odd = wide[..., 0::2], wide[..., 1::2]
         turned = torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1)
@@ -326,7 +328,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if d_model % num_heads != 0:
+        if num_heads < 1 or d_model % num_heads != 0:
             raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
         self.num_heads = num_heads
         function = attention_function(attention)

@@ -34,14 +34,14 @@ def cross_entropy(inputs: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."
 
 
 @torch.no_grad()
-def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
+def clip_gradient(parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float) -> Float[Tensor, ""]:
     """Scale all gradients, in place, by min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, algorithm 1).
 
     The norm is the Euclidean norm of all gradients as one vector, computed in float32 at least. Nothing waits for the
     device.
 
     Args:
-        parameters: on one device; those without a gradient are left out.
+        parameters: one, or several on one device; those without a gradient are left out.
         max_norm: the largest norm that is left as it is, above 0.
 
     Returns:
@@ -52,7 +52,8 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    gradients = [parameter.grad for parameter in several if parameter.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
     dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)

@@ -50,7 +50,7 @@ MAX_GRADIENT_NORM = 1.0
 STEP_METHOD = f"The optimizer's step: gradients clipped to norm {MAX_GRADIENT_NORM:g}, AdamW in float32."
 PEAK_METHOD = (
     "Peak memory: the most that PyTorch's allocator had given out in one pass after the first, parameters and "
-    "optimizer state included."
+    "optimizer state included; on a CPU it keeps no count. Tokens per second are those of the median."
 )
 
 
@@ -69,7 +69,7 @@ class Config:
     batch: int = 4
     """Sequences in a batch."""
     attention: tuple[str, ...] = ("naive",)
-    """Attention functions, by their names in cs336_systems.attention."""
+    """Some of naive, compiled, flash_pytorch, flash_triton, sdpa, sdpa_flash, sdpa_cudnn, sdpa_efficient and flex."""
     passes: tuple[Literal["forward", "forward_backward", "training_step"], ...] = MODEL_PASSES
     """What is timed."""
     compile: bool = False
@@ -152,6 +152,8 @@ def main(config: Config) -> None:
     for flag, wanted in (("--nvtx", config.nvtx), ("--memory-snapshot", config.memory_snapshot)):
         if wanted and device.type != "cuda":
             raise ValueError(f"{flag} needs a GPU, got {device}")
+        if wanted and config.out_jsonl.exists() and not config.fresh:
+            raise ValueError(f"{flag} measures anew what is on record; give --fresh, or a new --out-jsonl")
     budget = overridden(STEPS[device.type], warmup=config.warmup, iterations=config.steps)
     contexts = dict.fromkeys(config.sweep_contexts or (config.context_length,))
     sizes = SIZES.values() if config.sweep else [SIZES[name] for name in dict.fromkeys(config.model_size)]

@@ -10,9 +10,11 @@ stopped (--fresh starts over). Without a GPU a tiny model takes a few steps on t
 
 import json
 import math
-from collections.abc import Generator
+import signal
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,7 @@ from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint,
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import device_named, overridden, run_script
 from cs336_systems.bench.record import Environment
+from cs336_systems.bench.report import say
 from cs336_systems.bench.workload import require_at_least
 
 VALIDATION_BATCHES = 4
@@ -56,7 +59,8 @@ class Config:
     """The command line. What is None depends on the machine (see SHAPES)."""
 
     attention: str | None = None
-    """The name of an attention in cs336_systems.attention; by default flash_triton, on a CPU flash_pytorch."""
+    """naive, compiled, flash_pytorch, flash_triton, sdpa, sdpa_flash, sdpa_cudnn, sdpa_efficient or flex; by default
+    flash_triton, on a CPU flash_pytorch."""
     steps: int | None = None
     """Training steps; by default 600, on a CPU 10."""
     context_length: int | None = None
@@ -94,6 +98,8 @@ class Config:
         for name in ("validate_every", "checkpoint_every", "steps", "stop_after", "context_length", "batch"):
             if (value := getattr(self, name)) is not None:
                 require_at_least(1, f"--{name.replace('_', '-')}", value)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed is {self.seed}; allowed is 0 to {2**32 - 1}")
 
 
 @dataclass
@@ -104,6 +110,7 @@ class Run:
         settings: what has to be the same for a checkpoint to be this run's.
         step: how many steps are done.
         losses: one entry a step: step, loss and, now and then, validation loss.
+        is_whole: whether no step is under way, which may have changed some parameters and not others.
     """
 
     settings: dict[str, Any]
@@ -111,6 +118,7 @@ class Run:
     optimizer: AdamW
     step: int
     losses: list[dict[str, float | None]]
+    is_whole: bool = True
 
     def state(self) -> dict[str, Any]:
         return {
@@ -125,60 +133,90 @@ class Run:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: it was written by a run with other settings.
+            ValueError: it was written by a run with other settings, or by another program.
         """
-        if state["settings"] != self.settings:
-            differ = [name for name in self.settings if state["settings"].get(name) != self.settings[name]]
-            raise ValueError(f"the checkpoint is of a run with another {', '.join(differ)}; --fresh starts over")
+        theirs = state.get("settings")
+        if not isinstance(theirs, dict) or not self.state().keys() <= state.keys():
+            raise ValueError("the checkpoint is none of this program's; --fresh starts over")
+        if theirs != self.settings:
+            differ = [f"{name} {theirs.get(name)}" for name in self.settings if theirs.get(name) != self.settings[name]]
+            raise ValueError(f"the checkpoint is of a run with {', '.join(differ)}; --fresh starts over")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], state["losses"]
 
 
-def start(config: Config, shape: Shape, device: torch.device) -> Run:
-    """A run at its first step."""
+def make_model(config: Config, shape: Shape, attention: str) -> BasicsTransformerLM:
+    """The seeded model, on the CPU, whose random numbers are the same everywhere."""
     torch.manual_seed(config.seed)
-    model = BasicsTransformerLM(
+    return BasicsTransformerLM(
         vocab_size=VOCABULARY,
         context_length=shape.context_length,
         d_model=shape.d_model,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         d_ff=shape.d_ff,
-        attention=ATTENTION[str(config.attention)].function,
-    ).to(device)  # made on the CPU, whose random numbers are the same everywhere
-    settings = asdict(shape) | {
-        name: getattr(config, name) for name in ("attention", "learning_rate", "max_gradient_norm", "seed", "amp")
-    }
+        attention=ATTENTION[attention].function,
+    )
+
+
+def start(config: Config, shape: Shape, text: str, device: torch.device) -> Run:
+    """A run at its first step."""
+    model = make_model(config, shape, str(config.attention)).to(device)
+    named = ("attention", "learning_rate", "max_gradient_norm", "seed", "amp", "compile")
+    settings = asdict(shape) | {name: getattr(config, name) for name in named}
+    settings |= {"text": sha256(text.encode()).hexdigest()[:16], "precision": torch.get_float32_matmul_precision()}
     return Run(settings, model, AdamW(model.parameters(), lr=config.learning_rate), 0, [])
 
 
 @contextmanager
-def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[None]:
-    """Ctrl-C in the block leaves a checkpoint of the steps done."""
+def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[Callable[[], None]]:
+    """Ctrl-C in the block lets the step that is under way end; a second one does not.
+
+    Yields:
+        What to call between two steps: saves the run and raises KeyboardInterrupt, if there was a Ctrl-C.
+    """
+    pressed = []
+
+    def note(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    def stop_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield stop_if_pressed
     except KeyboardInterrupt as interrupt:
-        # A step that was cut short may have changed some parameters and not others; only whole steps are kept.
-        if len(run.losses) == run.step and all(p.grad is None for p in run.model.parameters()):
+        if run.is_whole:
             save_checkpoint(checkpoint, run.state())
-        message = f"interrupted after step {run.step}; start again without --fresh to go on from {checkpoint}"
+            message = f"interrupted after step {run.step}; start again without --fresh to go on from {checkpoint}"
+        else:
+            kept = f"{checkpoint} has an earlier one" if checkpoint.exists() else "there is no checkpoint yet"
+            message = f"interrupted in step {run.step + 1}, which is lost; {kept}"
         raise KeyboardInterrupt(message) from interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def train(config: Config, shape: Shape, device: torch.device, console: Console) -> Run:
     """Train to the last step, or for `stop_after` steps, with checkpoints on the way.
 
     Raises:
-        ValueError: the loss is no longer finite; the checkpoint before stays.
+        ValueError: loss or gradients are no longer finite; the checkpoint before stays.
     """
     text = standard_library_text()
     corpus = Corpus.of(text)
-    run = start(config, shape, device)
+    run = start(config, shape, text, device)
     checkpoint = config.out_dir / f"{config.attention}.pt"
-    if checkpoint.exists() and not config.fresh:
+    if config.fresh:
+        checkpoint.unlink(missing_ok=True)  # or a run that is killed before its first would go on from it
+    if checkpoint.exists():
         run.restore(load_checkpoint(checkpoint, device))
-        console.print(f"{checkpoint} holds {run.step} of {shape.steps} steps; --fresh starts over.", highlight=False)
+        say(console, f"{checkpoint} holds {run.step} of {shape.steps} steps; --fresh starts over.")
     model = torch.compile(run.model, fullgraph=True) if config.compile else run.model
 
     def loss_of(content: torch.Tensor, step: int, seed: int) -> torch.Tensor:
@@ -192,15 +230,23 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             losses = [loss_of(corpus.validation, step, seed) for step in range(VALIDATION_BATCHES)]
         return torch.stack(losses).mean().item()
 
+    def require_finite(name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the {name} of step {run.step + 1} is {value}: training diverged at --learning-rate "
+                f"{config.learning_rate:g}; try a lower one, with --fresh"
+            )
+
     begun, last = run.step, shape.steps
     if config.stop_after is not None:
         last = min(shape.steps, run.step + config.stop_after)
     with (
-        saved_on_interrupt(checkpoint, run),
+        saved_on_interrupt(checkpoint, run) as stop_if_pressed,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task(run.settings["attention"], total=shape.steps, completed=run.step)
         while True:
+            stop_if_pressed()
             looks = run.step > 0 and (run.step % config.validate_every == 0 or run.step == shape.steps)
             if looks and run.losses[-1]["validation_loss"] is None:
                 run.losses[-1]["validation_loss"] = validation = validation_loss()
@@ -211,22 +257,21 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             if run.step >= last:
                 return run
             rate = get_cosine_lr(
-                run.step, config.learning_rate, config.learning_rate / 10, max(1, shape.steps // 10), shape.steps
+                run.step + 1, config.learning_rate, config.learning_rate / 10, max(1, shape.steps // 10), shape.steps
             )
             for group in run.optimizer.param_groups:
                 group["lr"] = rate
             loss = loss_of(corpus.train, run.step, config.seed)
-            if not math.isfinite(loss.item()):
-                raise ValueError(
-                    f"the loss of step {run.step + 1} is {loss.item()}: training diverged at --learning-rate "
-                    f"{config.learning_rate:g}; try a lower one, with --fresh"
-                )
+            require_finite("loss", value := loss.item())
+            run.is_whole = False
             loss.backward()
-            clip_gradient(run.model.parameters(), config.max_gradient_norm)
+            norm = clip_gradient(run.model.parameters(), config.max_gradient_norm)
+            require_finite("gradients' norm", norm.item())
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
             run.step += 1
-            run.losses.append({"step": run.step, "loss": loss.item(), "validation_loss": None})
+            run.losses.append({"step": run.step, "loss": value, "validation_loss": None})
+            run.is_whole = True
             progress.advance(task)
 
 
@@ -234,8 +279,26 @@ def write_losses(config: Config, run: Run, device: torch.device) -> Path:
     """The run's losses with its settings and environment, one JSON object."""
     path = config.out_dir / f"{config.attention}.json"
     environment = asdict(Environment.capture(device))
-    path.write_text(json.dumps({"settings": run.settings, **environment, "losses": run.losses}), encoding="utf-8")
+    beside = path.with_suffix(".new")
+    written = {"settings": run.settings, **environment, "losses": run.losses}
+    beside.write_text(json.dumps(written, allow_nan=False), encoding="utf-8")
+    beside.replace(path)
     return path
+
+
+def read_losses(path: Path) -> dict[str, Any]:
+    """What `write_losses` wrote.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if run["losses"] and run["settings"]["attention"] and run["gpu"]:
+            return run
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ValueError(f"{path} holds no losses of this program")
 
 
 def draw_losses(folder: Path) -> tuple[Path, list[str]]:
@@ -245,12 +308,12 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
         The picture, and what was left out: runs that differ from the latest in more than the attention.
 
     Raises:
-        ValueError: `folder` has no losses.
+        ValueError: `folder` has no losses, or a JSON file of something else.
     """
     paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     if not paths:
         raise ValueError(f"{folder} holds no losses; train first")
-    by_path = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    by_path = {path: read_losses(path) for path in paths}
 
     def setting(path: Path) -> dict[str, object]:
         return by_path[path]["settings"] | {"attention": None}
@@ -260,31 +323,44 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
     runs.sort(key=lambda run: run["settings"]["attention"] != "naive")
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    first = runs[0]
+    first, others = runs[0], runs[1:]
+    heights = (3, 1) if others else (1,)
+    upper, *rest = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for index, (run, style) in enumerate(zip(runs, ("-", "--", ":", "-.") * len(runs), strict=False)):
         name, losses, color = run["settings"]["attention"], run["losses"], f"C{index}"
         steps = [entry["step"] for entry in losses]
         upper.plot(steps, [entry["loss"] for entry in losses], style, color=color, linewidth=1, label=name)
-        seen = [(entry["step"], entry["validation_loss"]) for entry in losses if entry["validation_loss"] is not None]
-        upper.plot(*zip(*seen, strict=True), "ox^v"[index % 4], color=color, markersize=4, label=f"{name}, validation")
-        if run is not first:
+        if seen := [entry for entry in losses if entry["validation_loss"] is not None]:
+            at, values = [entry["step"] for entry in seen], [entry["validation_loss"] for entry in seen]
+            upper.plot(at, values, "ox^v"[index % 4], color=color, markersize=4, label=f"{name}, validation")
+        for lower in rest if run is not first else ():
             pairs = zip(losses, first["losses"], strict=False)
             differences = [a["loss"] - b["loss"] for a, b in pairs]
             lower.plot(steps[: len(differences)], differences, style, color=color, linewidth=1)
     upper.set_ylabel("loss, nats a byte")
     upper.legend()
-    lower.set_ylabel(f"difference from\n{first['settings']['attention']}")
-    lower.set_xlabel("step")
-    lower.grid(alpha=0.3)
+    for lower in rest:
+        lower.set_ylabel(f"difference from\n{first['settings']['attention']}")
+        lower.grid(alpha=0.3)
+    (rest or [upper])[-1].set_xlabel("step")
     upper.set_title(f"{first['settings']['amp'] or 'float32'}, seed {first['settings']['seed']}, {first['gpu']}")
     path = folder / "loss.png"
     figure.savefig(path, dpi=150)
     return path, left_out
 
 
+def sample(config: Config, shape: Shape, run: Run, device: torch.device) -> str:
+    """What the trained model goes on to write: with naive attention, which takes any length without being compiled."""
+    model = make_model(config, shape, "naive").to(device)
+    model.load_state_dict(run.model.state_dict())
+    prompt = torch.tensor([list(PROMPT.encode())], device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.amp == "bf16"):
+        written = model.generate(prompt, 100, temperature=0.8, top_k=40)
+    return bytes(written[0].tolist()).decode(errors="replace")
+
+
 def main(config: Config) -> None:
-    console = Console()
+    console, text = Console(), ""
     if not config.plot:
         device = device_named(config.device)
         shape = SHAPES[device.type]
@@ -297,14 +373,14 @@ def main(config: Config) -> None:
         if reason := implementation.unsupported_reason(device, dtype, shape.d_model // shape.num_heads):
             raise ValueError(f"{config.attention} cannot run here: {reason}")
         run = train(config, shape, device, console)
-        console.print(f"Losses are in {write_losses(config, run, device)}.", highlight=False, soft_wrap=True)
+        say(console, f"Losses are in {write_losses(config, run, device)}.")
         if run.step == shape.steps:
-            prompt = torch.tensor([list(PROMPT.encode())], device=device)
-            written = run.model.generate(prompt, 100, temperature=0.8, top_k=40)
-            console.print(bytes(written[0].tolist()).decode(errors="replace"), markup=False, highlight=False)
+            text = sample(config, shape, run, device)
     path, left_out = draw_losses(config.out_dir)
     without = f", without {', '.join(left_out)}, trained with other settings" if left_out else ""
-    console.print(f"The curves are in {path}{without}.", highlight=False, soft_wrap=True)
+    say(console, f"The curves are in {path}{without}.")
+    if text:
+        say(console, f"{PROMPT!r} goes on: {text!r}")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,11 @@ def test_rotary_embedding_errors():
         RotaryEmbedding(8, 2)(torch.zeros(3, 6))
     with pytest.raises(ValueError, match="length 3; at most the context length, 1"):
         RotaryEmbedding(1, 4)(torch.zeros(3, 4))
+    for positions in ([0, 1, -1], [0, 1, 8]):
+        with pytest.raises(IndexError):
+            RotaryEmbedding(8, 4)(torch.zeros(3, 4), torch.tensor(positions))
+    with pytest.raises(RuntimeError, match="Byte"):  # which indexing would take for a mask
+        RotaryEmbedding(8, 4)(torch.zeros(3, 4), torch.tensor([0, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8))
 
 
 # Attention.

@@ -358,6 +358,8 @@ def test_generate_greedily():
     single = Scripted().generate(prompt[0].int(), 3, temperature=0)
     assert single.tolist() == [5, 6, 7] and single.dtype == torch.int32
     assert Scripted().generate(prompt, 0).shape == (2, 0)
+    for cold in (1e-46, 5e-324):  # too small to divide by in float32
+        assert Scripted().generate(prompt, 4, temperature=cold).tolist() == [[5, 6, 7, 8], [48, 49, 0, 1]]
 
 
 def test_generate_slides_over_its_context():

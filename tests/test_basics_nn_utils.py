@@ -106,6 +106,13 @@ def test_clip_gradient_without_gradients():
     assert clip_gradient([nn.Parameter(torch.zeros(3))], 1.0) == 0
 
 
+def test_clip_gradient_of_a_single_parameter():
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert clip_gradient(parameter, 1.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
+
+
 @pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
 def test_clip_gradient_to_no_norm(max_norm):
     """A norm of 0 or less would stop or reverse the training."""

@@ -272,6 +272,17 @@ def test_bad_flags_are_named(flags, said, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("flags", [["--nvtx"], ["--memory-snapshot", "a.pickle"]])
+def test_what_is_looked_at_is_measured_anew(flags, tmp_path, monkeypatch):
+    """Rows on record would be kept, so that there would be nothing to look at, and slower ones would be kept later."""
+    rows = tmp_path / "b.jsonl"
+    rows.touch()
+    config = tyro.cli(benchmark.Config, args=[*flags, "--out-jsonl", str(rows)])
+    monkeypatch.setattr(benchmark, "device_named", lambda name: torch.device("cuda"))
+    with pytest.raises(ValueError, match=f"{flags[0]} measures anew what is on record; give --fresh, or a new"):
+        benchmark.main(config)
+
+
 def test_unknown_attention_names_what_is_allowed(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(benchmark.Config, args=["--attention", "fast"])

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import tyro
 
 from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 
-from .machine import needs_gpu
+from .machine import compile_missing_reason, needs_gpu, skip_if
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_lm.py"
 CPU = torch.device("cpu")
@@ -113,6 +114,83 @@ def test_interrupted_run_goes_on_where_it_was(script, train, tmp_path, monkeypat
     assert train(tmp_path / "parts", "--attention", "naive") == whole
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_in_the_middle_of_a_step(presses, script, train, tmp_path, monkeypatch):
+    """The first lets the step end, and its checkpoint goes on exactly; a second ends it at once, and keeps nothing."""
+    whole = train(tmp_path / "whole", "--attention", "naive")
+    names, clip, calls = script["train"].__globals__, script["train"].__globals__["clip_gradient"], []
+
+    def pressing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return clip(*arguments)
+
+    monkeypatch.setitem(names, "clip_gradient", pressing)
+    lost = "interrupted in step 3, which is lost; there is no checkpoint yet"
+    said = "interrupted after step 3" if presses == 1 else lost
+    with pytest.raises(KeyboardInterrupt, match=said):
+        train(tmp_path / "parts", "--attention", "naive")
+    assert (tmp_path / "parts" / "naive.pt").exists() == (presses == 1)
+    assert train(tmp_path / "parts", "--attention", "naive") == whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_fresh_forgets_the_run_before_at_once(script, train, tmp_path, monkeypatch):
+    """Or the run that is killed before its first checkpoint would be taken for the finished one."""
+    train(tmp_path, "--attention", "naive")
+    monkeypatch.setitem(script["train"].__globals__, "batch_at", None)
+    with pytest.raises(TypeError):
+        train(tmp_path, "--attention", "naive", "--fresh")
+    assert not (tmp_path / "naive.pt").exists()
+
+
+def test_any_attention_is_trained_and_sampled(train, tmp_path, capsys):
+    """A text is sampled at many lengths, for each of which a compiled attention would be compiled."""
+    skip_if(compile_missing_reason())
+    train(tmp_path, "--attention", "compiled", "--amp", "bf16", "--steps", "2")
+    assert "'Return the ' goes on: " in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_single_curve_without_validation(script, train, tmp_path):
+    """Nothing but the losses: no second panel, and no mark for a validation that never was."""
+    train(tmp_path, "--attention", "naive", "--stop-after", "2")
+    figures = []
+    names = script["draw_losses"].__globals__
+    made = names["Figure"]
+    names["Figure"] = lambda *a, **k: figures.append(made(*a, **k)) or figures[-1]
+    try:
+        script["draw_losses"](tmp_path)
+    finally:
+        names["Figure"] = made
+    (axes,) = figures[0].axes
+    assert [line.get_label() for line in axes.lines] == ["naive"] and axes.get_xlabel() == "step"
+
+
+@pytest.mark.parametrize("content", ["{}", '{"settings": 5', "[1]"])
+def test_losses_of_another_program_are_named(content, train, tmp_path):
+    (tmp_path / "odd.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"odd\.json holds no losses of this program"):
+        train(tmp_path, "--attention", "naive", "--steps", "1")
+
+
+def test_a_checkpoint_of_another_program_is_refused(train, tmp_path):
+    for state in ({"settings": 5}, {"step": 1}):
+        save_checkpoint(tmp_path / "naive.pt", state)
+        with pytest.raises(
+            ValueError, match=r"(none of this program's|no checkpoint of this training); --fresh starts over"
+        ):
+            train(tmp_path, "--attention", "naive")
+
+
+def test_another_text_is_another_run(script, train, tmp_path, monkeypatch):
+    train(tmp_path, "--attention", "naive", "--stop-after", "1")
+    monkeypatch.setitem(script["train"].__globals__, "standard_library_text", lambda: TEXT + TEXT)
+    with pytest.raises(ValueError, match=r"the checkpoint is of a run with text [0-9a-f]{16}; --fresh starts over"):
+        train(tmp_path, "--attention", "naive")
+
+
 def test_interrupted_while_it_validates(script, train, tmp_path, monkeypatch):
     """The step before is not lost, and its validation is made up for."""
     whole = train(tmp_path / "whole", "--attention", "naive")
@@ -132,11 +210,13 @@ def test_interrupted_while_it_validates(script, train, tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(train, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"the loss of step \d is (nan|inf): training diverged at --learning-rate 1e\+30"
-    ):
-        train(tmp_path, "--attention", "naive", "--learning-rate", "1e30")
+    """And leaves the last checkpoint with finite parameters."""
+    said = r"the (loss|gradients' norm) of step \d is (nan|inf): training diverged at --learning-rate 1e\+30"
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path, "--attention", "naive", "--learning-rate", "1e30", "--checkpoint-every", "1")
     assert not list(tmp_path.glob("*.json"))
+    kept = load_checkpoint(tmp_path / "naive.pt", CPU)
+    assert kept["step"] > 0 and all(value.isfinite().all() for value in kept["model"].values())
 
 
 def test_curves_of_other_settings_are_left_out(script, train, tmp_path, capsys):
@@ -166,7 +246,7 @@ def test_loss_falls(train, tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_refused(train, tmp_path):
     train(tmp_path, "--attention", "naive", "--stop-after", "1")
-    with pytest.raises(ValueError, match="a run with another learning_rate; --fresh starts over"):
+    with pytest.raises(ValueError, match=r"a run with learning_rate 0\.001; --fresh starts over"):
         train(tmp_path, "--attention", "naive", "--learning-rate", "0.5")
 
 

@@ -55,4 +55,5 @@ def measure_ceiling(path: Path | None, dtype: torch.dtype, device: torch.device,
 
 def _time_matmul(n: int, dtype: torch.dtype, device: torch.device, budget: Budget) -> Timing:
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    a @ b  # the first takes longer, and a budget may have no warm-up
     return time_call(lambda: a @ b, device, budget)

@@ -17,7 +17,7 @@ from cs336_systems.bench.record import ROW_BEGINS, Row, read_rows
 from cs336_systems.bench.report import Table, say, write_tables
 from cs336_systems.bench.sweep import DeviceLostError
 from cs336_systems.bench.workload import FLOPS_METHOD
-from cs336_systems.implementation import Implementation
+from cs336_systems.implementation import Implementation, first_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,6 +32,8 @@ def run_script(main: Callable[[Config], None], config: type[Config], description
         main(tyro.cli(config, description=description))
     except (ValueError, OSError, DeviceLostError) as error:
         sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: {first_line(error)}")
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         sys.exit(130)  # what a shell gives for a process that Ctrl-C ended

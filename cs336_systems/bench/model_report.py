@@ -41,7 +41,7 @@ def _table(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> Table
     for (size, context, pass_), by_name in lines.items():
         found = [by_name.get(name) for name in names]
         line = [size, f"{context}", pass_, *map(time_cell, found)]
-        line += [_cell(row, "std_ms", "{:.2f}") for row in found]
+        line += ["-" if row and row.iterations == 1 else _cell(row, "std_ms", "{:.2f}") for row in found]
         line += [_cell(row, "tokens_per_second", "{:,.0f}") for row in found]
         line += [_cell(row, "peak_memory_mib", "{:.1f}", MIB_PER_GIB) for row in found]
         line += [_cell(row, "utilisation", "{:.1%}") for row in found]
