@@ -20,12 +20,14 @@ import tyro
 from jinja2 import UndefinedError
 
 from cs336_systems.attention import ATTENTION, PEERS
+from cs336_systems.bench import written
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.measure import memory_before_backward
 from cs336_systems.bench.model import MODEL_PASSES, SIZES, ModelRow, ModelWorkload
 from cs336_systems.bench.record import Environment, Record, Row, RowFile, read_rows
 from cs336_systems.bench.tuning import TrialRow
 from cs336_systems.bench.workload import DTYPES, MIB, PASSES, AttentionShape
+from cs336_systems.bench.written import Pair, Rows
 from cs336_systems.bench_flash_leaderboard import COURSE_HARNESS
 from cs336_systems.ladder import LADDER
 
@@ -36,8 +38,7 @@ RUNS = SCRIPT.parents[1] / "runs" / "h200"
 NO_TIME = {"median_ms": None, "p20_ms": None, "p80_ms": None}
 OOM = NO_TIME | {"status": "oom", "tflops": None, "memory_mib": None}
 
-script = runpy.run_path(str(SCRIPT))
-Pair, Rows = script["Pair"], script["Rows"]
+NAMES = {"LADDER": LADDER}
 
 
 def write(path: Path, rows: Iterable[Record]) -> None:
@@ -58,8 +59,8 @@ def render(folder: Path, template: str) -> str:
             row(d=64, pass_="forward_backward", variant="course harness", median_ms=7.0),
         ),
     )
-    (folder / script["TEMPLATE"]).write_text(template, encoding="utf-8")
-    return script["render"](folder).removesuffix("\n")
+    (folder / written.TEMPLATE).write_text(template, encoding="utf-8")
+    return written.render(folder, NAMES).removesuffix("\n")
 
 
 def model_row(**changes: Any) -> ModelRow:
@@ -108,9 +109,9 @@ def test_figures_are_those_of_the_rows(template, text, tmp_path):
 
 
 def test_cells_mark_times_that_may_not_repeat():
-    assert script["cell"](row(p20_ms=1.99, p80_ms=2.01)) == "2.000"
-    assert script["cell"](row(p20_ms=1.5, p80_ms=2.5)) == "~2.000"
-    assert script["cell"](row(p20_ms=1.5, p80_ms=2.5), "memory_mib") == "10.000"
+    assert written.cell(row(p20_ms=1.99, p80_ms=2.01)) == "2.000"
+    assert written.cell(row(p20_ms=1.5, p80_ms=2.5)) == "~2.000"
+    assert written.cell(row(p20_ms=1.5, p80_ms=2.5), "memory_mib") == "10.000"
 
 
 def test_tables_are_the_benchmarks_own(tmp_path):
@@ -185,10 +186,10 @@ def at(n: int, first: float | None, second: float | None, **changes: Any) -> Any
 
 def test_pairs_that_were_not_timed_have_no_ratio():
     pairs = [at(512, 4.0, 1.0), at(256, 2.0, 1.0), at(1024, None, 1.0), at(2048, 1.0, None)]
-    assert script["ratios"](pairs) == [4.0, 2.0] and script["ratios"](pairs, "memory_mib") == [1.0, 1.0]
-    assert script["longest"](pairs) is pairs[0]
-    assert script["largest"](reversed(pairs)) is pairs[0]
-    assert script["FILTERS"]["gain"](pairs[2]) == "-"
+    assert written.ratios(pairs) == [4.0, 2.0] and written.ratios(pairs, "memory_mib") == [1.0, 1.0]
+    assert written.longest(pairs) is pairs[0]
+    assert written.largest(reversed(pairs)) is pairs[0]
+    assert written.FILTERS["gain"](pairs[2]) == "-"
 
 
 @pytest.mark.parametrize(
@@ -205,13 +206,13 @@ def test_pairs_that_were_not_timed_have_no_ratio():
     ],
 )
 def test_from_which_length_on_something_gains(times, n):
-    assert script["gains_from"]([at(*each) for each in times]) == n
+    assert written.gains_from([at(*each) for each in times]) == n
 
 
 def test_a_row_that_failed_neither_gains_nor_loses():
     failed = row(status="error", **NO_TIME)
     with pytest.raises(ValueError, match="it is error"):
-        script["gains_from"]([Pair(row(), failed)])
+        written.gains_from([Pair(row(), failed)])
 
 
 def test_gains_of_models_are_counted_in_contexts_and_memory():
@@ -219,39 +220,39 @@ def test_gains_of_models_are_counted_in_contexts_and_memory():
         Pair(model_row(context_length=n), model_row(context_length=n, peak_memory_mib=2048.0 + 512 - n))
         for n in (128, 1024)
     ]
-    assert script["gains_from"](pairs, "peak_memory_mib") == 1024
+    assert written.gains_from(pairs, "peak_memory_mib") == 1024
 
 
 def test_the_exponent_of_a_power_law():
     rows = [row(n_queries=n, median_ms=3e-6 * n**1.5) for n in (128, 512, 4096)]
-    assert math.isclose(script["exponent"](rows, "median_ms"), 1.5)
+    assert math.isclose(written.exponent(rows, "median_ms"), 1.5)
     with pytest.raises(ValueError, match="through 1 points"):
-        script["exponent"](rows[:1], "median_ms")
+        written.exponent(rows[:1], "median_ms")
     with pytest.raises(ValueError, match="is oom"):
-        script["exponent"]([*rows, row(**OOM)], "median_ms")
+        written.exponent([*rows, row(**OOM)], "median_ms")
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_naive_attention_keeps_is_what_autograd_saves(dtype, causal):
     each = row(batch=2, heads=3, n_queries=40, n_keys=40, d=24, dtype=dtype, causal=causal)
-    counted = sum(part.bytes for part in script["kept"](each))
-    assert counted == memory_before_backward(ATTENTION["naive"].function, script["shape_of"](each), CPU)
+    counted = sum(part.bytes for part in written.kept(each))
+    assert counted == memory_before_backward(ATTENTION["naive"].function, written.shape_of(each), CPU)
 
 
 def test_what_naive_attention_keeps_is_what_a_gpu_measured():
     measured = [each for each in read_rows(RUNS / "pytorch_attention" / "metrics.jsonl") if each.memory_mib is not None]
     naive = [each for each in measured if each.implementation == "naive"]
-    assert naive and all(sum(part.mib for part in script["kept"](each)) == each.memory_mib for each in naive)
+    assert naive and all(sum(part.mib for part in written.kept(each)) == each.memory_mib for each in naive)
     with pytest.raises(ValueError, match="compiled keeps something else"):
-        script["kept"](next(each for each in measured if each.implementation == "compiled"))
+        written.kept(next(each for each in measured if each.implementation == "compiled"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_worst_moment_is_that_of_the_workload(dtype):
     each = row(n_queries=64, n_keys=64, dtype=dtype)
-    shape = script["shape_of"](each)
-    beside = sum(part.bytes for part in script["working"](each))
+    shape = written.shape_of(each)
+    beside = sum(part.bytes for part in written.working(each))
     assert beside == shape.peak_bytes(8) - shape.bytes_before_backward(8)
 
 
@@ -268,10 +269,10 @@ def test_training_runs_are_compared_step_by_step(tmp_path):
     rows = Rows(tmp_path)
     for name, losses in (("naive", [3.0, 2.0]), ("flash", [3.5, 1.75])):
         curve(tmp_path / f"{name}.json", losses)
-    assert script["gaps"](rows.curve("naive.json"), rows.curve("flash.json")) == [0.5, 0.25]
+    assert written.gaps(rows.curve("naive.json"), rows.curve("flash.json")) == [0.5, 0.25]
     curve(tmp_path / "other.json", [3.0, 2.0], seed=1)
     with pytest.raises(ValueError, match="another seed"):
-        script["gaps"](rows.curve("naive.json"), rows.curve("other.json"))
+        written.gaps(rows.curve("naive.json"), rows.curve("other.json"))
     curve(tmp_path / "short.json", [3.0, 2.0], steps=3)
     with pytest.raises(ValueError, match="2 of 3 steps"):
         rows.curve("short.json")
@@ -280,8 +281,8 @@ def test_training_runs_are_compared_step_by_step(tmp_path):
 def test_paragraphs_are_wrapped_and_nothing_else():
     word, wide = "word " * 30, "x" * 150
     kept = f"| {wide} |\n\n## {wide}\n\n    {wide} x\n\n![{wide}](a b.png)\n"
-    assert script["wrapped"](kept) == kept
-    text = script["wrapped"](f"a\nb  c\n\n- {word}\n- d\n").splitlines()
+    assert written.wrapped(kept) == kept
+    text = written.wrapped(f"a\nb  c\n\n- {word}\n- d\n").splitlines()
     assert text[:2] == ["a b c", ""] and text[2].startswith("- word") and text[3].startswith("  word")
     assert text[4] == "- d"
 
@@ -289,7 +290,7 @@ def test_paragraphs_are_wrapped_and_nothing_else():
 @pytest.mark.parametrize("sign", ["-", "+", "*", "="])
 def test_no_line_begins_with_a_sign(sign):
     for length in range(100, 125):
-        lines = script["wrapped"](f"{'x' * length} a {sign} b").splitlines()
+        lines = written.wrapped(f"{'x' * length} a {sign} b").splitlines()
         assert not any(line.startswith(sign) for line in lines) and " ".join(lines).endswith(f"a {sign} b")
 
 
@@ -301,11 +302,11 @@ def failure(folder: Path) -> str:
 
 
 def test_one_line_on_failure(tmp_path):
-    assert script["TEMPLATE"] in failure(tmp_path)
+    assert written.TEMPLATE in failure(tmp_path)
 
 
 def test_one_line_where_a_comparison_meets_none(tmp_path):
-    (tmp_path / script["TEMPLATE"]).write_text("a\n\n{{ [2, none] | sort }}\n", encoding="utf-8")
+    (tmp_path / written.TEMPLATE).write_text("a\n\n{{ [2, none] | sort }}\n", encoding="utf-8")
     assert "line 3 of" in failure(tmp_path)
 
 
@@ -315,11 +316,11 @@ def test_one_line_where_a_comparison_meets_none(tmp_path):
 def test_an_error_says_where_in_the_template_it_is(wrong, tmp_path):
     with pytest.raises(Exception) as caught:
         render(tmp_path, f"a\n{{% macro b() %}}\n{wrong}\n{{% endmacro %}}\n{{{{ b() }}}}")
-    assert script["place_in_template"](caught.value) == f", line 3 of {script['TEMPLATE']}"
+    assert written.place_in_template(caught.value) == f", line 3 of {written.TEMPLATE}"
 
 
 def test_without_rows_the_report_says_which_file_is_missing(tmp_path):
-    shutil.copy(RUNS / script["TEMPLATE"], tmp_path)
+    shutil.copy(RUNS / written.TEMPLATE, tmp_path)
     assert "metrics.jsonl" in failure(tmp_path)
 
 
@@ -394,10 +395,10 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
     write(folder / "model" / "metrics.jsonl", models(limit_mib, flash))
     for name, loss in (("naive", 1.0), ("flash_triton", 1.0 + apart)):
         curve(folder / "training" / f"{name}.json", [4.0, loss])
-    template = (RUNS / script["TEMPLATE"]).read_text(encoding="utf-8")
+    template = (RUNS / written.TEMPLATE).read_text(encoding="utf-8")
     for path in [*re.findall(r"file\('(.+?)'\)", template), "autotune/d64.md", "autotune/d128.md"]:
         (folder / path).touch()
-    (folder / script["TEMPLATE"]).write_text(template, encoding="utf-8")
+    (folder / written.TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def models(limit_mib: float, flash: float) -> Iterable[ModelRow]:
@@ -433,11 +434,11 @@ def models(limit_mib: float, flash: float) -> Iterable[ModelRow]:
 )  # fmt: skip
 def test_the_report_reads_well_whatever_the_rows_say(limit_mib, flash, apart, said, tmp_path):
     fill(tmp_path, limit_mib, flash, apart)
-    report = script["render"](tmp_path)
+    report = written.render(tmp_path, NAMES)
     assert [each for each in said if each not in " ".join(report.split())] == []
     assert not re.search(r"\b(nan|inf|None|True|False)\b|\{\{|\{%|(?m: $)", report)
     lines = report.splitlines()
-    assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= script["WIDTH"]
+    assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= written.WIDTH
     for above, below in pairwise(lines):
         if below.startswith("|"):  # a line of a table has the cells of the one above it, or begins one
             assert not above or above.count("|") == below.count("|"), below
@@ -448,7 +449,7 @@ def test_parts_that_were_not_measured_say_so(tmp_path):
     fill(tmp_path, math.inf, 100.0, 0.001)
     for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl"):
         (tmp_path / path).unlink()
-    report = script["render"](tmp_path)
+    report = written.render(tmp_path, NAMES)
     assert report.count("\nNot measured yet.\n") == 2
     assert "[`autotune/d64.md`](autotune/d64.md).\n" in report
     assert not re.search(r"d128\.|model/|training/", report)
@@ -464,17 +465,17 @@ def test_every_step_that_measures_again_is_a_valid_command(tmp_path):
     environment = os.environ | {"RUN": "echo", "PATH": f"{gpu.parent}:{os.environ['PATH']}"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     commands = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("==")]
-    written = set()
+    outputs = set()
     for path, *arguments in commands:
         config = runpy.run_path(str(SCRIPT.parents[1] / path))["Config"]
         parsed = tyro.cli(config, args=arguments)
-        written |= {str(value) for value in vars(parsed).values() if isinstance(value, Path)}
-    template = (RUNS / script["TEMPLATE"]).read_text(encoding="utf-8")
+        outputs |= {str(value) for value in vars(parsed).values() if isinstance(value, Path)}
+    template = (RUNS / written.TEMPLATE).read_text(encoding="utf-8")
     for path in re.findall(r"'([\w/]+)\.(?:jsonl|json|md)'", template):
         folder = tmp_path / path
-        assert any(each.startswith(str(folder)) or each == str(folder.parent) for each in written), path
+        assert any(each.startswith(str(folder)) or each == str(folder.parent) for each in outputs), path
 
 
 @pytest.mark.skipif(not (RUNS / "REPORT.md").exists(), reason="there is no report yet")
 def test_the_committed_report_is_what_its_rows_say():
-    assert (RUNS / "REPORT.md").read_text(encoding="utf-8") == script["render"](RUNS)
+    assert (RUNS / "REPORT.md").read_text(encoding="utf-8") == written.render(RUNS, NAMES)
