@@ -12,6 +12,7 @@ from cs336_basics.modules import (
     RMSNorm,
     RotaryEmbedding,
     SwiGLU,
+    head_dim,
     softmax,
 )
 
@@ -95,9 +96,7 @@ class BasicsTransformerLM(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {size}")
         self.vocab_size, self.context_length = vocab_size, context_length
         self.token_embeddings = Embedding(vocab_size, d_model, device, dtype)
-        if d_model % num_heads != 0:
-            raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
-        self.positional_encoder = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device)
+        self.positional_encoder = RotaryEmbedding(context_length, head_dim(d_model, num_heads), rope_theta, device)
         self.layers = nn.ModuleList(
             TransformerBlock(d_model, num_heads, d_ff, self.positional_encoder, attention, device, dtype)
             for _ in range(num_layers)

@@ -302,6 +302,17 @@ class SwiGLU(nn.Module):
         return self.w2(silu(self.w1(x)) * self.w3(x))
 
 
+def head_dim(d_model: int, num_heads: int) -> int:
+    """The size of each head's vectors.
+
+    Raises:
+        ValueError: num_heads does not divide d_model, or is below 1.
+    """
+    if num_heads < 1 or d_model % num_heads != 0:
+        raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
+    return d_model // num_heads
+
+
 class CausalMultiHeadSelfAttention(nn.Module):
     """W_O concat(head_1, …, head_h) with head_i = Attention(Q_i, K_i, V_i)  (Vaswani et al. 2017, section 3.2.2).
 
@@ -328,8 +339,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or d_model % num_heads != 0:
-            raise ValueError(f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}")
+        head_dim(d_model, num_heads)
         self.num_heads = num_heads
         function = attention_function(attention)
         # torch.compile knows the `apply` of an autograd.Function everywhere but in an attribute of a module.

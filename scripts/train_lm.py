@@ -30,7 +30,7 @@ from cs336_basics.optimizer import AdamW, get_cosine_lr
 from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import device_named, overridden, run_script
-from cs336_systems.bench.record import Environment
+from cs336_systems.bench.record import Environment, replace_content
 from cs336_systems.bench.report import say
 from cs336_systems.bench.workload import require_at_least
 
@@ -174,7 +174,7 @@ def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[Callable[[], Non
     """Ctrl-C in the block lets the step that is under way end; a second one does not.
 
     Yields:
-        What to call between two steps: saves the run and raises KeyboardInterrupt, if there was a Ctrl-C.
+        What to call between two steps: raises KeyboardInterrupt, which saves the run, if there was a Ctrl-C.
     """
     pressed = []
 
@@ -206,7 +206,7 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
     """Train to the last step, or for `stop_after` steps, with checkpoints on the way.
 
     Raises:
-        ValueError: loss or gradients are no longer finite; the checkpoint before stays.
+        ValueError: losses or gradients are no longer finite; the checkpoint before stays.
     """
     text = standard_library_text()
     corpus = Corpus.of(text)
@@ -230,10 +230,10 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             losses = [loss_of(corpus.validation, step, seed) for step in range(VALIDATION_BATCHES)]
         return torch.stack(losses).mean().item()
 
-    def require_finite(name: str, value: float) -> None:
+    def require_finite(name: str, step: int, value: float) -> None:
         if not math.isfinite(value):
             raise ValueError(
-                f"the {name} of step {run.step + 1} is {value}: training diverged at --learning-rate "
+                f"the {name} of step {step} is {value}: training diverged at --learning-rate "
                 f"{config.learning_rate:g}; try a lower one, with --fresh"
             )
 
@@ -249,7 +249,8 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             stop_if_pressed()
             looks = run.step > 0 and (run.step % config.validate_every == 0 or run.step == shape.steps)
             if looks and run.losses[-1]["validation_loss"] is None:
-                run.losses[-1]["validation_loss"] = validation = validation_loss()
+                require_finite("validation loss", run.step, validation := validation_loss())
+                run.losses[-1]["validation_loss"] = validation
                 line = f"step {run.step}: loss {run.losses[-1]['loss']:.4f}, validation {validation:.4f}"
                 progress.console.print(line, highlight=False)
             if run.step > begun and (run.step % config.checkpoint_every == 0 or run.step == last):
@@ -262,11 +263,11 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             for group in run.optimizer.param_groups:
                 group["lr"] = rate
             loss = loss_of(corpus.train, run.step, config.seed)
-            require_finite("loss", value := loss.item())
+            require_finite("loss", run.step + 1, value := loss.item())
             run.is_whole = False
             loss.backward()
             norm = clip_gradient(run.model.parameters(), config.max_gradient_norm)
-            require_finite("gradients' norm", norm.item())
+            require_finite("gradients' norm", run.step + 1, norm.item())
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
             run.step += 1
@@ -279,10 +280,8 @@ def write_losses(config: Config, run: Run, device: torch.device) -> Path:
     """The run's losses with its settings and environment, one JSON object."""
     path = config.out_dir / f"{config.attention}.json"
     environment = asdict(Environment.capture(device))
-    beside = path.with_suffix(".new")
     written = {"settings": run.settings, **environment, "losses": run.losses}
-    beside.write_text(json.dumps(written, allow_nan=False), encoding="utf-8")
-    beside.replace(path)
+    replace_content(path, json.dumps(written, allow_nan=False).encode())
     return path
 
 

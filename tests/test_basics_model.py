@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_basics.model import BasicsTransformerLM, draw_tokens
-from cs336_basics.modules import attention_function, naive_attention
+from cs336_basics.modules import CausalMultiHeadSelfAttention, RotaryEmbedding, attention_function, naive_attention
 from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention import ATTENTION
@@ -490,3 +490,12 @@ def test_generate_refuses(options, message):
     """Errors name the argument, what came and what is allowed."""
     with pytest.raises(ValueError, match=message):
         Scripted().generate(**{"prompt_ids": torch.tensor([1]), "max_new_tokens": 1} | options)
+
+
+@pytest.mark.parametrize(("d_model", "num_heads"), [(10, 3), (8, 16)])
+def test_heads_that_do_not_fit_are_named(d_model, num_heads):
+    """Before the rotary embedding complains of the size of a head that there cannot be."""
+    with pytest.raises(ValueError, match=f"num_heads must divide d_model, got {num_heads} heads and d_model {d_model}"):
+        BasicsTransformerLM(8, 4, d_model, 1, num_heads, 8)
+    with pytest.raises(ValueError, match="num_heads must divide d_model, got 0 heads"):
+        CausalMultiHeadSelfAttention(8, 0, RotaryEmbedding(4, 2))

@@ -17,6 +17,7 @@ from torch import Tensor
 from cs336_systems import (
     autotune,
     bench_flash_leaderboard,
+    bench_flash_peers,
     bench_flash_vs_pytorch,
     benchmark,
     ladder,
@@ -25,7 +26,7 @@ from cs336_systems import (
 )
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, require_outputs
+from cs336_systems.bench.entry import device_named, method, require_outputs, run_script
 from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass, times_of
 from cs336_systems.bench.record import RowFile, read_rows
 from cs336_systems.bench.report import comparisons, is_steady, ladders, spread
@@ -112,6 +113,33 @@ def test_peers_without_a_gpu(tmp_path):
     a_round = ["flash_triton"] * 2 + ["portable"] * 2
     assert timed == [(f"round {n}", name) for n in (1, 2) for name in a_round * 2]
     assert "the median of at most 2 rounds" in markdown.read_text(encoding="utf-8")
+
+
+def test_notes_fit_their_tables():
+    """What a table does not show is not explained under it."""
+    naive, shown = ATTENTION["naive"], ("naive ms", "naive TFLOP/s", "naive MiB before backward", "naive predicted MiB")
+    whole = method([naive], [row(pass_="backward")], shown, Passes(), CPU)
+    bare = method([naive], [row(pass_="forward")], shown[:1], Passes(), CPU)
+    assert whole[:2] == bare and len(whole) == 6
+
+
+def test_only_float32_has_a_precision(tmp_path):
+    """Rows of bfloat16 are the same whatever is asked for float32, and are measured once."""
+    flags = ("--implementations", "naive", "--seq-max", "128", "--d-max", "16", "--float32-precision", "high")
+    paths = ("--out-jsonl", str(tmp_path / "a.jsonl"), "--out-md", str(tmp_path / "a.md"), "--device", "cpu")
+    bench_flash_vs_pytorch.main(tyro.cli(bench_flash_vs_pytorch.Config, args=[*QUICK, *flags, *paths]))
+    assert {(r.dtype, r.float32_precision) for r in read_rows(tmp_path / "a.jsonl")} == {
+        ("bfloat16", "highest"), ("float32", "high"),
+    }  # fmt: skip
+
+
+def test_out_of_memory_is_one_line(monkeypatch):
+    def full(config):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(sys, "argv", ["script"])
+    with pytest.raises(SystemExit, match=r"^error: CUDA out of memory\.$"):
+        run_script(full, bench_flash_peers.Config, None)
 
 
 VERSUS, LEADERBOARD = bench_flash_vs_pytorch, bench_flash_leaderboard

@@ -225,3 +225,11 @@ def test_bench_knows_no_implementation():
         inner.discard("cs336_systems.implementation")
         assert all(name.startswith("cs336_systems.bench.") for name in inner), path.name
     assert not any(name.startswith("cs336_") for name in _imports(ROOT / "cs336_systems/implementation.py"))
+
+
+def test_small_speed_ups_and_single_passes():
+    """A speed-up is no 0.00x; what was timed once has no spread, and that is said."""
+    slow = row(implementation="compiled", median_ms=500.0, p20_ms=500.0, p80_ms=500.0, iterations=1)
+    table = comparison([row(), slow], "t", NAMES, "naive", memory=False)
+    assert table.lines[0][-1] == "0.004x"
+    assert " 1 rows of a single pass have none." in "".join(table.notes)

@@ -167,6 +167,12 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert again.status == "ok", "a skipped row is tried again: memory may be free by now, and it costs nothing"
 
 
+def test_out_of_memory_says_the_same_each_time():
+    """Not how much was free just then, or a table would have a note for each row."""
+    error = torch.OutOfMemoryError(f"{OUT_OF_MEMORY} GPU 0 has a total capacity of 139.81 GiB of which 5 MiB is free.")
+    assert classify(error) == ("oom", f"OutOfMemoryError: {OUT_OF_MEMORY}")
+
+
 def test_remarks_and_settings_are_said(tmp_path):
     """What is timed in the interpreter says so in its row, and a line says what tells its sweep from others."""
     out = io.StringIO()

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -281,6 +282,13 @@ def test_what_is_looked_at_is_measured_anew(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "device_named", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match=f"{flags[0]} measures anew what is on record; give --fresh, or a new"):
         benchmark.main(config)
+
+
+def test_help_names_every_attention(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(benchmark.Config, args=["--help"])
+    said = capsys.readouterr().out
+    assert {name for name in benchmark.ATTENTION if not re.search(rf"\b{name}\b", said)} == set()
 
 
 def test_unknown_attention_names_what_is_allowed(capsys):

@@ -169,3 +169,8 @@ def test_errors_of_torch_come_through_einx():
     o = checkpoint(scaled_dot_product_attention, q, k, v, use_reentrant=False)
     for gradient, wanted in zip(torch.autograd.grad(o.square().sum(), (q, k, v)), expected, strict=True):
         torch.testing.assert_close(gradient, wanted)
+
+
+def test_values_of_no_size():
+    q = torch.zeros(2, 3, 4)
+    assert scaled_dot_product_attention(q, q, torch.zeros(2, 3, 0)).shape == (2, 3, 0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import tyro
 
 from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
+from cs336_systems.attention import ATTENTION
 
 from .machine import compile_missing_reason, needs_gpu, skip_if
 
@@ -217,6 +219,27 @@ def test_a_loss_that_is_no_number_ends_the_run(train, tmp_path):
     assert not list(tmp_path.glob("*.json"))
     kept = load_checkpoint(tmp_path / "naive.pt", CPU)
     assert kept["step"] > 0 and all(value.isfinite().all() for value in kept["model"].values())
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run(script, train, tmp_path, monkeypatch):
+    """A step with finite gradients may leave parameters that are not: they are not kept."""
+    names = script["train"].__globals__
+    cross_entropy = names["cross_entropy"]
+
+    def diverged(logits, targets):
+        return cross_entropy(logits, targets) if torch.is_grad_enabled() else torch.tensor(torch.nan)
+
+    monkeypatch.setitem(names, "cross_entropy", diverged)
+    with pytest.raises(ValueError, match="the validation loss of step 3 is nan: training diverged"):
+        train(tmp_path, "--attention", "naive", "--checkpoint-every", "1")
+    assert load_checkpoint(tmp_path / "naive.pt", CPU)["step"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["naive.pt"]
+
+
+def test_help_names_every_attention():
+    command = [sys.executable, str(SCRIPT), "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert {name for name in ATTENTION if not re.search(rf"\b{name}\b", said)} == set()
 
 
 def test_curves_of_other_settings_are_left_out(script, train, tmp_path, capsys):

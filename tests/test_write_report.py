@@ -456,6 +456,29 @@ def test_parts_that_were_not_measured_say_so(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 2, "usage: "),
+        (["out", "ladder", "nosuch"], 2, "no step is called nosuch"),
+        (["out", "small_card"], 0, "skipped: there is no GPU with more than 12 GiB"),
+        (["out", "compiled"], 0, "scripts/compiled_kernels.py --markdown {}/out/compiled_kernels.md"),
+    ],
+)
+def test_steps_are_checked_before_the_first_runs(arguments, code, said, tmp_path):
+    """And a folder is where the caller is; where there is no large GPU the small one is left out."""
+    small = tmp_path / "bin" / "nvidia-smi"
+    small.parent.mkdir()
+    small.write_text("#!/bin/sh\necho 11264\n", encoding="utf-8")
+    small.chmod(0o755)
+    environment = os.environ | {"RUN": "echo", "PATH": f"{small.parent}:{os.environ['PATH']}"}
+    command = ["bash", str(SCRIPT.with_name("reproduce_runs.sh")), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code and said.format(tmp_path) in done.stdout + done.stderr
+    assert "bench_" not in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_every_step_that_measures_again_is_a_valid_command(tmp_path):
     command = ["bash", str(SCRIPT.with_name("reproduce_runs.sh")), str(tmp_path)]
     gpu = tmp_path / "bin" / "nvidia-smi"  # of 141 GiB

@@ -241,12 +241,21 @@ class RowFile(Generic[AnyRecord]):
         return b"".join(row.to_json().encode() + b"\n" for row in self.rows.values())
 
     def _rewrite(self) -> None:
-        beside = self.path.with_name(f"{self.path.name}.{uuid4().hex}.new")  # no other process's
-        try:
-            beside.write_bytes(self._content())
-            beside.replace(self.path)  # atomic: there is never a moment without the old rows or the new
-        finally:
-            beside.unlink(missing_ok=True)
+        replace_content(self.path, self._content())
+
+
+def replace_content(path: Path, content: bytes) -> None:
+    """Give the file this content: whenever the process dies, and whoever reads, it is the old one or the new.
+
+    Raises:
+        OSError: it cannot be written; the file stays as it is.
+    """
+    beside = path.with_name(f"{path.name}.{uuid4().hex}.new")  # no other process's
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_rows(path: Path, kind: type[AnyRecord] = Row) -> list[AnyRecord]:  # ty: ignore[invalid-parameter-default]
