@@ -54,14 +54,15 @@ tuning() {
 }
 model() { # all sizes at a short context, the smaller ones at longer contexts as far as memory goes
     local to=(--out-jsonl "$out/model/metrics.jsonl" --write-md --out-md "$out/model/table.md")
-    for options in "" --compile "--amp bf16" "--amp bf16 --compile"; do
+    local float32="--warmup 1 --steps 3" bfloat16="--amp bf16 --warmup 2 --steps 5" # float32 steps take seconds
+    for options in "$float32" "$float32 --compile" "$bfloat16" "$bfloat16 --compile"; do
         for sizes in "--sweep --context-length 128" \
             "--model-size small medium large --sweep-contexts 512 1024 2048 4096 8192"; do
             $run cs336_systems/benchmark.py $sizes $options --attention naive flash_triton "${to[@]}"
         done
     done
     for options in "" --compile; do # what PyTorch offers, where attention counts
-        $run cs336_systems/benchmark.py --model-size small medium large --sweep-contexts 4096 8192 --amp bf16 $options \
+        $run cs336_systems/benchmark.py --model-size small medium large --sweep-contexts 4096 8192 $bfloat16 $options \
             --attention sdpa --passes training_step "${to[@]}"
     done
 }
