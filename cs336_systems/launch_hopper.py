@@ -111,8 +111,13 @@ def _parts(x: Float[Tensor, "rows parts"], tile: HopperTile) -> "TensorDescripto
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.q_tile_size, x.shape[1]], layout)
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _forward_tile(q: Queries) -> HopperForward:
-    return HOPPER_OWN[padded_head_dim(q.shape[-1])].forward
+    tiles = HOPPER_OWN[padded_head_dim(q.shape[-1])]
+    return tiles.forward_for(q.shape[-2], math.prod(q.shape[:-2]), _multiprocessors(q.device))
 
 
 def _backward_tile(q: Queries) -> HopperBackward:

@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from cs336_systems import launch_hopper
 from cs336_systems.bench.entry import run_script
 from cs336_systems.cubin import assembly_of, usage_of
-from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, padded_head_dim
+from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, padded_head_dim
 from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -77,7 +77,7 @@ def forward_source(config: Config) -> GluonASTSource:
     """The forward kernel, for what its launch hands over."""
     q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
     L = q.new_empty(SHAPE, dtype=torch.float32)
-    return source(launch_hopper.FORWARD, (q, q, q, q, L), config)
+    return source(launch_hopper.FORWARD, HOPPER_OWN[padded_head_dim(config.d)].forward, (q, q, q, q, L), config)
 
 
 def backward_source(config: Config) -> GluonASTSource:
@@ -85,12 +85,13 @@ def backward_source(config: Config) -> GluonASTSource:
     q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
     width = padded_head_dim(config.d)
     parts, dq_sum = q.new_empty(2 * SHAPE[-1], STEP_COLUMNS), q.new_empty((*SHAPE, width), dtype=torch.float32)
-    return source(launch_hopper.BACKWARD[width], (q, q, q, q, parts, dq_sum, q, q), config)
+    tensors = (q, q, q, q, parts, dq_sum, q, q)
+    return source(launch_hopper.BACKWARD[width], HOPPER_OWN[width].backward, tensors, config)
 
 
-def source(call: KernelCall, tensors: tuple[Tensor, ...], config: Config) -> GluonASTSource:
-    """The call's kernel for tensors like these, by its own tile; what is left is a length, or the scale."""
-    kernel, tile = call.function(), call.tile(tensors[0])
+def source(call: KernelCall, tile: AnyTile, tensors: tuple[Tensor, ...], config: Config) -> GluonASTSource:
+    """The call's kernel for tensors like these; what is left is a length, or the scale."""
+    kernel = call.function()
     types = [type_of(take(x, tile)) for take, x in zip(call.takes, tensors, strict=True)]
     constants = tile.constants() | {"D_TILE_SIZE": padded_head_dim(config.d), "IS_CAUSAL": config.causal}
     signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}

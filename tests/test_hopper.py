@@ -11,7 +11,7 @@ import torch
 
 from cs336_systems import launch, launch_hopper, layouts
 from cs336_systems.flash_triton import FlashAttention2Triton
-from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu
+from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu, HopperForward, padded_head_dim
 
 from .layouts import LAYOUTS, contiguous
 from .machine import NATIVE, both_causal, mock_gpu, needs_triton
@@ -171,6 +171,14 @@ def test_parts_add_up(dtype):
     assert not dq_sum.any()
 
 
+def test_few_queries_go_in_shorter_tiles():
+    tiles = HOPPER_OWN[64]
+    rows = tiles.forward.q_tile_size
+    assert tiles.forward_for(rows * 264, 1, 132) is tiles.forward_for(1, 264, 132) is tiles.forward
+    assert tiles.forward_for(rows * 263, 1, 132) is tiles.forward_for(1, 263, 132) is tiles.forward_of_few
+    assert tiles.forward_of_few.q_tile_size < rows
+
+
 @needs_triton
 @pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])
 def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkeypatch):
@@ -182,6 +190,7 @@ def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkey
         return None, None
 
     monkeypatch.setattr(launch, "_launch_first", first)
+    monkeypatch.setattr(launch_hopper, "_multiprocessors", lambda device: 132)
     q, k, v, dO = (layouts.readable(layout(torch.randn(2, 3, 40, 64).half())) for _ in range(4))
     o, L = launch_hopper.launch_forward(q, k, v, True)
     gradients = launch_hopper.launch_backward(q, k, v, o, dO, L, True)
@@ -217,6 +226,7 @@ def test_copies_have_launches_of_their_own(monkeypatch):
 
     monkeypatch.setattr(launch, "_launches", {})
     monkeypatch.setattr(launch, "_launch_first", lambda kernel, tile, causal, tensors: (None, Prepared(tensors)))
+    monkeypatch.setattr(launch_hopper, "_multiprocessors", lambda device: 132)
     whole, heads_inside = torch.zeros(2, 3, 40, 64).half(), torch.zeros(2, 40, 3, 65).half()[..., 1:].transpose(1, 2)
     for x in (heads_inside, whole, heads_inside, whole):
         o, L = launch_hopper.launch_forward(x, x, x, True)
@@ -238,11 +248,11 @@ RAGGED = [
 ]  # fmt: skip
 
 
-def run_on_hopper(inputs: Inputs, is_causal: bool) -> Result:
-    """Both passes, once it is sure that they are Hopper's own."""
+def run_on_hopper(inputs: Inputs, is_causal: bool, tile: HopperForward | None = None) -> Result:
+    """Both passes, once it is sure that they are Hopper's own; without a tile of the forward, by the table."""
     q, k, v, dO = map(layouts.readable, inputs)
     assert launch_hopper.applies(q, k)
-    o, L = launch_hopper.launch_forward(q, k, v, is_causal)
+    o, L = launch_hopper.launch_forward(q, k, v, is_causal, tile)
     return Result(o, L, *launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal))
 
 
@@ -252,8 +262,9 @@ def run_on_hopper(inputs: Inputs, is_causal: bool) -> Result:
 @pytest.mark.parametrize("d", [40, 64, 96, 128])
 @pytest.mark.parametrize(("leading", "n_queries", "n_keys"), RAGGED, ids=str)
 def test_ragged(leading, n_queries, n_keys, d, dtype, is_causal):
-    inputs = Case(leading, n_queries, n_keys, d).draw(dtype, CUDA)
-    assert_within_budget(run_on_hopper(inputs, is_causal), inputs, is_causal)
+    inputs, tiles = Case(leading, n_queries, n_keys, d).draw(dtype, CUDA), HOPPER_OWN[padded_head_dim(d)]
+    for tile in {tiles.forward, tiles.forward_of_few}:
+        assert_within_budget(run_on_hopper(inputs, is_causal, tile), inputs, is_causal)
 
 
 @needs_hopper

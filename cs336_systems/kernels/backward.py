@@ -132,25 +132,19 @@ def flash_backward_dk_dv_kernel(
     dk_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)  # line 8
     dv_j = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
 
-    # line 9: the query tiles on the diagonal; the whole ones that see every key of this tile; the ragged last one. Keys
-    # past n_keys need no mask in between: each owns a row of dK and dV, and those rows are never stored.
+    # line 9: the whole query tiles that see every key of this tile, then the others: those on the diagonal and the
+    # ragged last one. Keys past n_keys need no mask: each owns a row of dK and dV, and those rows are never stored.
     begin, unmasked_begin, unmasked_end = visible_queries(
         j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED
     )
-    if IS_CAUSAL:
-        dk_j, dv_j = _accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-            j, begin, tl.minimum(unmasked_begin, n_queries), n_queries, n_keys, score_scale,
-            D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
-        )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-        j, unmasked_begin, unmasked_end, n_queries, n_keys, score_scale,
+        j, unmasked_begin, unmasked_end, 0, 0, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-        j, unmasked_end, n_queries, n_queries, n_keys, score_scale,
+        j, begin, n_queries, unmasked_begin, unmasked_end, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
@@ -161,18 +155,20 @@ def flash_backward_dk_dv_kernel(
 @triton.jit
 def _accumulate_dk_dv(
     dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-    j, first_query, end_query, n_queries, n_keys, score_scale,
+    j, first_query, end_query, gap_begin, gap_end, n_queries, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query.
+    """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query but for those from gap_begin
+    to gap_end.
 
     S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
     and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta; their P is set to 0 all the
     same, since zero times a key of -inf would make it NaN.
     """
-    keys = j + tl.arange(0, K_TILE_SIZE)
-    for i in tl.range(first_query, end_query, Q_TILE_SIZE):
+    gap = gap_end - gap_begin
+    for step in tl.range(first_query, end_query - gap, Q_TILE_SIZE):
+        i = tl.where(step < gap_begin, step, step + gap) if MASKED else step
         q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 10
         dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
         L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
@@ -180,9 +176,12 @@ def _accumulate_dk_dv(
         S_T = _transposed_scores(q_i, k_j, INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:
-            queries = i + tl.arange(0, Q_TILE_SIZE)
-            seen = visible(queries[None, :], keys[:, None], n_keys, IS_CAUSAL) & (queries < n_queries)[None, :]
-            P_T = tl.where(seen, P_T, 0.0)
+            # Counted from i, queries are constants: that takes fewer registers.
+            queries = tl.arange(0, Q_TILE_SIZE)
+            P_T = tl.where((queries < n_queries - i)[None, :], P_T, 0.0)
+            if IS_CAUSAL:
+                keys = j - i + tl.arange(0, K_TILE_SIZE)
+                P_T = tl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
         dv_j = tl.dot(P_T.to(dO_i.dtype), dO_i, dv_j, input_precision=INPUT_PRECISION)  # line 13 (15)
         dP_T = tl.dot(v_j, tl.trans(dO_i), input_precision=INPUT_PRECISION)  # line 14 (16)
         dS_T = P_T * (dP_T - delta_i[None, :])  # line 15 (17), unscaled

@@ -1,5 +1,6 @@
 """Which tile sizes a kernel is launched with: frozen tables, and pure functions that pick from them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
@@ -155,10 +156,17 @@ class HopperBackward(_OnHopper):
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """A tile for each of Hopper's own kernels."""
+    """A tile for each of Hopper's own kernels, and one more for the forward where there are few of its tiles."""
 
     forward: HopperForward
+    forward_of_few: HopperForward
     backward: HopperBackward
+
+    def forward_for(self, n_queries: int, n_batch_heads: int, multiprocessors: int) -> HopperForward:
+        """The forward's, by whether there are two tiles for each multiprocessor: with fewer, the longest rows of a
+        causal mask are all that some have to do, and shorter tiles share the work out better."""
+        n_tiles = n_batch_heads * math.ceil(n_queries / self.forward.q_tile_size)
+        return self.forward if n_tiles >= 2 * multiprocessors else self.forward_of_few
 
 
 @dataclass(frozen=True)
@@ -208,13 +216,13 @@ HOPPER = {
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
-        dq=Tile(128, 64, 8, 3, by_descriptor=True, max_registers=128),
+        dq=Tile(128, 64, 4, 3, head_group=8, by_descriptor=True),
     ),
     # dk_dv, causal, spills 24 bytes, as above.
     (2, 128): Tiles(
         forward=Tile(128, 64, 8, 2, head_group=8, by_descriptor=True, max_registers=128),
-        dk_dv=Tile(64, 128, 8, 3, head_group=8, by_descriptor=True),
-        dq=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
+        dk_dv=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
+        dq=Tile(128, 64, 8, 3, by_descriptor=True),
     ),
     (2, 256): Tiles(forward=Tile(128, 64, 8, 2, by_descriptor=True), dk_dv=Tile(64, 32, 8, 2), dq=Tile(32, 64, 4, 2)),
     **dict.fromkeys(
@@ -231,14 +239,20 @@ HOPPER = {
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
-# For Hopper's own kernels, by padded head dim. The prototypes' choices; no others have been timed.
+# For Hopper's own kernels, by padded head dim: the prototypes' choices, but for the forward's at 64 (see
+# runs/h200/kernel_log.md, 2026-11-30).
+_WIDE_FORWARD = HopperForward(
+    attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True
+)
 HOPPER_OWN = {
     64: HopperTiles(
-        HopperForward(attenders=3, k_tile_size=128, num_stages=2, registers=160, head_group=8, q_in_registers=False),
+        HopperForward(attenders=3, k_tile_size=128, num_stages=3, registers=160, head_group=8, q_in_registers=False),
+        HopperForward(attenders=2, k_tile_size=128, num_stages=3, registers=160, head_group=8, q_in_registers=False),
         HopperBackward(q_tile_size=64, num_stages=4, registers=216, head_group=4, dS_stages=3),
     ),
     128: HopperTiles(
-        HopperForward(attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True),
+        _WIDE_FORWARD,
+        _WIDE_FORWARD,
         HopperBackward(q_tile_size=64, num_stages=2, registers=240, head_group=4),
     ),
 }
