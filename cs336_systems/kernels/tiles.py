@@ -200,7 +200,7 @@ INTERPRETER = Tiles(
 # columns, and P and dS pass through shared memory. A limit of 248 registers lets no further program in: ptxas chooses
 # differently and saves the last few bytes.
 
-# Timed on an H200: 16-bit widths 64 and 128 (ranked in runs/h200/kernel_log.md), 32, and 256 but for dk_dv; of float32,
+# Timed on an H200: 16-bit widths 64 and 128 (ranked in runs/h200/autotune/), 32, and 256 but for dk_dv; of float32,
 # when its products were three TF32 ones, dq at 64, dk_dv and dq at 128, forward and dk_dv at 256. The others were
 # compiled, not timed: width 16 follows 32, float32 at 16 and 32 follow what was timed at 64.
 HOPPER = {
@@ -212,13 +212,13 @@ HOPPER = {
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
     ),
-    # dk_dv, causal, spills 40 bytes, and was the fastest all the same.
+    # Outside of their main loops dk_dv, causal, spills 8 bytes, dq, not causal, 16.
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
         dq=Tile(128, 64, 4, 3, head_group=8, by_descriptor=True),
     ),
-    # dk_dv, causal, spills 24 bytes, as above.
+    # dk_dv spills 8 bytes outside of its main loop.
     (2, 128): Tiles(
         forward=Tile(128, 64, 8, 2, head_group=8, by_descriptor=True, max_registers=128),
         dk_dv=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
@@ -229,13 +229,12 @@ HOPPER = {
         [(4, 16), (4, 32)],
         Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
     ),
-    # dk_dv spills 8 bytes where not causal, outside its main loop; 16 x 32 spills none, but takes a quarter more
-    # instructions.
+    # dk_dv spills 8 to 16 bytes; 16 x 32 spills none, but takes a quarter more instructions.
     (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 32, 4, 3), dq=Tile(64, 32, 4, 2)),
-    # dk_dv spills 424 to 472 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 and takes twice the instructions in
+    # dk_dv spills 416 to 424 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 and takes twice the instructions in
     # dk_dv; 16 x 32 (1 stage) spills 0 to 16 and takes half as many again in dq.
     (4, 128): Tiles(forward=Tile(64, 16, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
-    # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 552 to 600, dq 248 to 256.
+    # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 520 to 528, dq 248 to 256.
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
@@ -258,15 +257,15 @@ HOPPER_OWN = {
 }
 
 # Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
-# for width 64 it leaves 4 registers and no loop. Compiled, not timed. Hopper's 16-bit forward for width 128 spills 8 to
-# 16 bytes; float32 at 256 spills 360 (forward), 520 to 560 (dk_dv) and 224 (dq).
+# for width 64 it leaves 4 registers and no loop. Compiled, not timed. For width 128 in 16 bits Hopper's forward spills 8
+# to 16 bytes, its dk_dv 8; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
 BLACKWELL = {
     **HOPPER,
     (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),
     (4, 16): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
     (4, 32): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
     (4, 64): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
-    # dk_dv spills 8 to 16 bytes, dq 8 to 32.
+    # dk_dv spills 8 bytes, dq 8 to 32.
     (4, 128): Tiles(
         forward=Tile(32, 32, 4, 1, max_registers=248),
         dk_dv=Tile(16, 16, 4, 3, max_registers=248),
@@ -284,18 +283,18 @@ AMPERE = {
     (4, 16): Tiles(forward=Tile(64, 32, 4, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (4, 32): Tiles(forward=Tile(64, 32, 4, 2), dk_dv=Tile(16, 64, 4, 2), dq=Tile(64, 32, 4, 2)),
     (4, 64): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(16, 32, 4, 3), dq=Tile(32, 32, 4, 2)),
-    # dk_dv spills up to 8 bytes (Blackwell 32), dq up to 16 (Blackwell 32); forward on Blackwell 16 where not causal.
+    # dk_dv spills 8 bytes (Blackwell up to 16), dq up to 16 (Blackwell 32); forward on Blackwell 16 where not causal.
     (4, 128): Tiles(
         forward=Tile(32, 32, 4, 1, max_registers=248),
         dk_dv=Tile(16, 16, 4, 2),
         dq=Tile(16, 32, 4, 1, max_registers=248),
     ),
-    # Forward spills 96 to 216 bytes (Blackwell 80 to 248), dk_dv 480 to 504 (632 to 640), dq 248 to 256 (272 to 280).
+    # Forward spills 96 to 216 bytes (Blackwell 80 to 248), dk_dv 480 (568 to 624), dq 248 to 256 (272 to 280).
     (4, 256): Tiles(forward=Tile(16, 16, 4, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
 }
 
 # Consumer Ampere's, with larger tiles and deeper pipelines where there is more shared memory. Compiled, not timed.
-# float32 at 128 spills 8 to 32 bytes (dk_dv) and 16 to 24 (dq), at 256 152 to 264, 480 to 488 and 280 to 296.
+# float32 at 128 spills 16 to 24 bytes (dq), at 256 152 to 264 (forward), 464 (dk_dv) and 280 to 296 (dq).
 A100 = {
     **AMPERE,
     (2, 32): Tiles(forward=Tile(128, 64, 8, 2), dk_dv=Tile(32, 64, 4, 2), dq=Tile(128, 64, 8, 2, max_registers=128)),
@@ -315,7 +314,7 @@ TURING = {
     (2, 32): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(16, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
     (2, 64): Tiles(forward=Tile(64, 16, 8, 1), dk_dv=Tile(16, 32, 8, 1), dq=Tile(32, 16, 4, 1)),
     (2, 128): Tiles(forward=Tile(32, 16, 4, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
-    # Of the smallest tiles dk_dv spills 936 to 944 bytes, dq 328 to 336.
+    # Of the smallest tiles dk_dv spills 928 to 944 bytes, dq 328 to 336.
     (2, 256): Tiles(forward=Tile(16, 16, 8, 1), dk_dv=Tile(16, 16, 8, 1), dq=Tile(16, 16, 8, 1)),
     (4, 16): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(32, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
     (4, 32): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(16, 64, 4, 1), dq=Tile(64, 32, 4, 1)),
