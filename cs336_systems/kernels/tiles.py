@@ -257,7 +257,7 @@ HOPPER_OWN = {
 }
 
 # Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
-# for width 64 it leaves 4 registers and no loop. Compiled, not timed. For width 128 in 16 bits Hopper's forward spills 8
+# for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's forward spills 8
 # to 16 bytes, its dk_dv 8; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
 BLACKWELL = {
     **HOPPER,
