@@ -6,8 +6,8 @@
 #   scripts/reproduce_runs.sh runs/mine ladder plots        some steps, by the names below
 #   RUN=python3 scripts/reproduce_runs.sh runs/mine         in an environment that is already there
 #
-# Steps: pytorch_attention small_card flash ladder peers tuning model training compiled plots, and report where there is a
-# template.
+# Steps: pytorch_attention small_card flash growth ladder peers tuning model training compiled plots, and report where
+# there is a template.
 # A step that was interrupted goes on where it stopped.
 set -euo pipefail
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
@@ -37,6 +37,13 @@ flash() { # half of the usual 100 ms for each row: there are some two thousand
     $run cs336_systems/bench_flash_vs_pytorch.py --peers "${to[@]}"
     $run cs336_systems/bench_flash_vs_pytorch.py --dtypes float32 --float32-precision high \
         --implementations naive flash_triton "${to[@]}"
+}
+growth() { # time against length where the GPU is full, and by the portable kernels
+    local of=(--implementations flash_triton --dtypes bfloat16 --batch-sizes 16 --seq-min 4096 --d-min 64 --d-max 64)
+    $run cs336_systems/bench_flash_vs_pytorch.py "${of[@]}" \
+        --out-jsonl "$out/growth/metrics.jsonl" --out-md "$out/growth/table.md"
+    CS336_HOPPER=0 $run cs336_systems/bench_flash_vs_pytorch.py "${of[@]}" \
+        --out-jsonl "$out/growth/portable.jsonl" --out-md "$out/growth/portable.md"
 }
 ladder() {
     for d in 64 128; do
@@ -82,7 +89,7 @@ report() {
     $run scripts/write_report.py "$out"
 }
 
-steps=(pytorch_attention small_card flash ladder peers tuning model training compiled plots)
+steps=(pytorch_attention small_card flash growth ladder peers tuning model training compiled plots)
 [ ! -f "$out/REPORT.template.md" ] || steps+=(report)
 [ $# -gt 0 ] || set -- "${steps[@]}"
 for step in "$@"; do

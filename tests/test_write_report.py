@@ -376,6 +376,13 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
             if precision == "highest" or name in ("naive", "flash_triton")
         ],
     )
+    for path in ("metrics.jsonl", "portable.jsonl"):
+        of_64 = [sizes for sizes in same if sizes["d"] == 64]
+        rows = [
+            made_up("flash_triton", pass_, math.inf, flash, batch=16, heads=1, dtype="bfloat16", **sizes)
+            for sizes, pass_ in product(of_64, PASSES)
+        ]
+        write(folder / "growth" / path, rows)
     rungs = dict.fromkeys([*(rung.name for rung in LADDER), *names])
     timings = [(None, pass_) for pass_ in PASSES] + [(COURSE_HARNESS, "forward_backward")]
     shape = {"batch": 1, "heads": 16, "n_queries": 4096, "n_keys": 4096, "dtype": "bfloat16"}
@@ -447,12 +454,12 @@ def test_the_report_reads_well_whatever_the_rows_say(limit_mib, flash, apart, sa
 def test_parts_that_were_not_measured_say_so(tmp_path):
     """Without models, training and the second ranking the report has all else, and no hint of them."""
     fill(tmp_path, math.inf, 100.0, 0.001)
-    for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl"):
+    for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl", "growth/metrics.jsonl"):
         (tmp_path / path).unlink()
     report = written.render(tmp_path, NAMES)
     assert report.count("\nNot measured yet.\n") == 2
     assert "[`autotune/d64.md`](autotune/d64.md).\n" in report
-    assert not re.search(r"d128\.|model/|training/", report)
+    assert not re.search(r"d128\.|model/|training/|growth/", report)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
