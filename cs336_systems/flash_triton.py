@@ -6,6 +6,7 @@ wherever else somebody looks on (`_op_or_launch`), the launch is wrapped in a cu
 
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,37 +45,55 @@ def _launch_backward(
     return launch.launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
 
 
-_forward_op = torch.library.custom_op("cs336_systems::flash_forward", _launch_forward, mutates_args=())
-_backward_op = torch.library.custom_op("cs336_systems::flash_backward", _launch_backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(q, k, v, is_causal, hopper):
+def _fake_forward(q, k, v, is_causal, hopper):
     return empty_outputs(q)
 
 
-@_backward_op.register_fake
-def _(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
+def _fake_backward(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     dq = empty_output_like(q) if wants_dq else q.new_empty(0)
     return (dq, empty_output_like(k), empty_output_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
 
-@register_flop_formula(torch.ops.cs336_systems.flash_forward)
 def _forward_flops(q_shape, k_shape, *_, out_shape=None, **options):
     """Two matmuls of (n_queries, n_keys, d) for each head; a causal mask is not counted off, as for PyTorch's SDPA."""
     *leading, n_queries, d = q_shape
     return 4 * math.prod(leading) * n_queries * k_shape[-2] * d
 
 
-@register_flop_formula(torch.ops.cs336_systems.flash_backward)
 def _backward_flops(q_shape, k_shape, *_, **options):
     """Five such matmuls, whatever the kernels compute twice."""
     return _forward_flops(q_shape, k_shape) * 5 // 2
 
 
+def _by_name(function: FunctionType) -> Callable[..., Any]:
+    """What calls the function of that name: an op outlives a reload of this module, the function does not."""
+    return lambda *arguments: globals()[function.__name__](*arguments)
+
+
+def _define_op(name: str, launch: FunctionType, fake: FunctionType, flops: FunctionType) -> None:
+    """cs336_systems::name is `launch`. (`torch.library.custom_op` does more on each call, and takes twice as long.)
+
+    Args:
+        fake: makes empty tensors in place of the launch's results.
+        flops: counts its operations for PyTorch's FlopCounterMode.
+    """
+    _library.define(name + torch.library.infer_schema(launch, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _by_name(launch), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cs336_systems::{name}", _by_name(fake), lib=_library)
+    register_flop_formula(getattr(torch.ops.cs336_systems, name))(flops)
+
+
+if "_library" not in globals():
+    _library = torch.library.Library("cs336_systems", "DEF")
+    _define_op("flash_forward", _launch_forward, _fake_forward, _forward_flops)
+    _define_op("flash_backward", _launch_backward, _fake_backward, _backward_flops)
+_forward_op = torch.ops.cs336_systems.flash_forward.default
+_backward_op = torch.ops.cs336_systems.flash_backward.default
+
+
 def _op_or_launch(op: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
     """`direct`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
-    are fake, meta or of a subclass. The dispatch of an op costs some 40 microseconds, a good part of a short call.
+    are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
     """
 
     def call(*arguments: Any) -> Any:

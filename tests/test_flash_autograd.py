@@ -1,6 +1,7 @@
 """The FlashAttention-2 Functions as parts of autograd, autocast and torch.compile."""
 
 import gc
+import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,22 @@ def test_flops_are_counted(flash):
     with FlopCounterMode(display=False) as counter:
         run_attention(flash_function(flash), inputs, False)
     assert counter.get_total_flops() == 7 * 2 * (2 * 3 * 30 * 20 * 16)
+
+
+@needs_triton
+def test_ops_outlive_a_reload():
+    """As of a notebook's autoreload: the ops are there once, and call what the module has now."""
+    code = """
+import importlib, torch
+from cs336_systems import flash_triton
+importlib.reload(flash_triton)
+flash_triton._launch_forward = lambda q, k, v, is_causal, hopper: (q + 1, q[..., 0] + 2)
+o, L = torch.ops.cs336_systems.flash_forward(*torch.zeros(3, 2, 4, 8), False, True)
+print(o.sum().item(), L.sum().item(), torch.ops.cs336_systems.flash_forward(*torch.zeros(3, 2, 4, 8, device="meta"),
+      False, True)[1].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "64.0 16.0 torch.Size([2, 4])\n", done.stderr
 
 
 @needs_triton
