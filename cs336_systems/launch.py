@@ -202,7 +202,7 @@ class KernelCall:
 
     function: Callable[[], Any]
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
-    tile: Callable[[Tensor], AnyTile]  # the first tensor -> the tile, where the caller names none
+    tile: Callable[[Tensor, bool], AnyTile]  # (the first tensor, is_causal) -> the tile, where the caller names none
     rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
     copies: bool = False  # whether it has to have inputs that the copy engine can read
@@ -260,7 +260,7 @@ def launch_kernel(
         known.launch(*inputs, *outputs)
         compiled = known.compiled
     else:
-        tile = launches.tile or kernel.tile(inputs[0])
+        tile = launches.tile or kernel.tile(inputs[0], launches.is_causal)
         # The interpreter keeps the number of the program that it runs in one global variable.
         with _interpreter_lock if is_interpreted() else torch.cuda.device_of(inputs[0]):
             compiled, new = _launch_first(kernel, tile, launches.is_causal, (*inputs, *outputs))
@@ -326,13 +326,13 @@ def _launch_first(
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
 _FORWARD = KernelCall(
-    lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address), lambda q: tiles_for(q).forward
+    lambda: forward_kernels.flash_forward_kernel, (*_QKV, strided, address), lambda q, is_causal: tiles_for(q).forward
 )
 _DQ, _DELTA = (
     KernelCall(
         lambda: backward_kernels.flash_backward_dq_kernel,
         (*_QKV, strided, _in_query_tiles, address, strided, address, address),
-        lambda q: tiles_for(q).dq,
+        lambda q, is_causal: tiles_for(q).dq,
         flags={"WANTS_DQ": wants_dq},
     )
     for wants_dq in (True, False)
@@ -340,7 +340,7 @@ _DQ, _DELTA = (
 _DK_DV = KernelCall(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
     (*_QKV, _in_query_tiles, address, address, strided, strided),
-    lambda q: tiles_for(q).dk_dv,
+    lambda q, is_causal: tiles_for(q).dk_dv,
     rows=over_keys,
 )
 

@@ -115,12 +115,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _forward_tile(q: Queries) -> HopperForward:
+def _forward_tile(q: Queries, is_causal: bool) -> HopperForward:
     tiles = HOPPER_OWN[padded_head_dim(q.shape[-1])]
-    return tiles.forward_for(q.shape[-2], math.prod(q.shape[:-2]), _multiprocessors(q.device))
+    return tiles.forward_for(q.shape[-2], math.prod(q.shape[:-2]), is_causal, _multiprocessors(q.device))
 
 
-def _backward_tile(q: Queries) -> HopperBackward:
+def _backward_tile(q: Queries, is_causal: bool) -> HopperBackward:
     return HOPPER_OWN[padded_head_dim(q.shape[-1])].backward
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from cs336_systems import launch_hopper
 from cs336_systems.bench.entry import run_script
 from cs336_systems.cubin import assembly_of, usage_of
-from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, padded_head_dim
+from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, HopperForward, padded_head_dim
 from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -73,11 +73,11 @@ class Config:
             raise ValueError(f"--d is {self.d}; Hopper has kernels of its own for multiples of 8 from 40 to 128")
 
 
-def forward_source(config: Config) -> GluonASTSource:
+def forward_source(config: Config, tile: HopperForward) -> GluonASTSource:
     """The forward kernel, for what its launch hands over."""
     q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
     L = q.new_empty(SHAPE, dtype=torch.float32)
-    return source(launch_hopper.FORWARD, HOPPER_OWN[padded_head_dim(config.d)].forward, (q, q, q, q, L), config)
+    return source(launch_hopper.FORWARD, tile, (q, q, q, q, L), config)
 
 
 def backward_source(config: Config) -> GluonASTSource:
@@ -145,7 +145,12 @@ def main(config: Config) -> None:
     if not TRITON_IS_TESTED:
         raise ValueError(f"Hopper's own kernels are for Triton 3.6, and here is {TRITON_VERSION or 'none'}")
     console = Console(soft_wrap=True, highlight=False)
-    for name, of in (("forward", forward_source(config)), ("backward", backward_source(config))):
+    tiles = HOPPER_OWN[padded_head_dim(config.d)]
+    sources = {"forward": forward_source(config, tiles.forward)}
+    if tiles.forward_of_few != tiles.forward:
+        sources["forward of few tiles"] = forward_source(config, tiles.forward_of_few)
+    sources["backward"] = backward_source(config)
+    for name, of in sources.items():
         kernel = triton.compile(of, target=HOPPER, options={"num_warps": 4})
         usage = usage_of(kernel)
         console.print(

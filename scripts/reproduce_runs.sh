@@ -7,8 +7,7 @@
 #   RUN=python3 scripts/reproduce_runs.sh runs/mine         in an environment that is already there
 #
 # Steps: pytorch_attention small_card flash growth ladder peers tuning model training compiled plots, and report where
-# there is a template.
-# A step that was interrupted goes on where it stopped.
+# there is a template. A step that was interrupted goes on where it stopped.
 set -euo pipefail
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
     echo "usage: scripts/reproduce_runs.sh FOLDER [STEP …]" >&2
@@ -30,7 +29,8 @@ small_card() { # the course's grid on 12 GB
         echo "skipped: there is no GPU with more than 12 GiB here"
         return
     fi
-    $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 --out-dir "$out/pytorch_attention_12gib"
+    $run cs336_systems/bench_pytorch_attention.py --compile --memory-limit-gib 12 \
+        --out-dir "$out/pytorch_attention_12gib"
 }
 flash() { # half of the usual 100 ms for each row: there are some two thousand
     local to=(--warmup 10 --rep 50 --out-jsonl "$out/flash/metrics.jsonl" --out-md "$out/flash/table.md")
@@ -38,7 +38,7 @@ flash() { # half of the usual 100 ms for each row: there are some two thousand
     $run cs336_systems/bench_flash_vs_pytorch.py --dtypes float32 --float32-precision high \
         --implementations naive flash_triton "${to[@]}"
 }
-growth() { # time against length where the GPU is full, and by the portable kernels
+growth() { # time against length where the GPU is full, by Hopper's own kernels and by the portable ones
     local of=(--implementations flash_triton --dtypes bfloat16 --batch-sizes 16 --seq-min 4096 --d-min 64 --d-max 64)
     $run cs336_systems/bench_flash_vs_pytorch.py "${of[@]}" \
         --out-jsonl "$out/growth/metrics.jsonl" --out-md "$out/growth/table.md"

@@ -171,12 +171,17 @@ def test_parts_add_up(dtype):
     assert not dq_sum.any()
 
 
-def test_few_queries_go_in_shorter_tiles():
+@pytest.mark.parametrize(
+    ("batch_heads", "n", "is_causal", "few"),
+    [
+        (1, 8192, True, True), (1, 32768, True, True), (1, 65536, True, False), (16, 1536, True, True),
+        (16, 4096, True, False), (1, 16384, False, True), (16, 1536, False, False), (16, 16384, False, False),
+    ],
+)  # fmt: skip
+def test_few_queries_go_in_shorter_tiles(batch_heads, n, is_causal, few):
     tiles = HOPPER_OWN[64]
-    rows = tiles.forward.q_tile_size
-    assert tiles.forward_for(rows * 264, 1, 132) is tiles.forward_for(1, 264, 132) is tiles.forward
-    assert tiles.forward_for(rows * 263, 1, 132) is tiles.forward_for(1, 263, 132) is tiles.forward_of_few
-    assert tiles.forward_of_few.q_tile_size < rows
+    assert tiles.forward_for(n, batch_heads, is_causal, 132) is (tiles.forward_of_few if few else tiles.forward)
+    assert tiles.forward_of_few.q_tile_size < tiles.forward.q_tile_size
 
 
 @needs_triton

@@ -452,7 +452,7 @@ def test_the_report_reads_well_whatever_the_rows_say(limit_mib, flash, apart, sa
 
 
 def test_parts_that_were_not_measured_say_so(tmp_path):
-    """Without models, training and the second ranking the report has all else, and no hint of them."""
+    """Without models, training, the second ranking and growth the report has all else, and no hint of them."""
     fill(tmp_path, math.inf, 100.0, 0.001)
     growth = ("growth/metrics.jsonl", "growth/portable.jsonl")
     for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl", *growth):

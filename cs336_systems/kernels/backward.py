@@ -139,12 +139,12 @@ def flash_backward_dk_dv_kernel(
     )
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-        j, unmasked_begin, unmasked_end, 0, 0, n_queries, score_scale,
+        j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-        j, begin, n_queries, unmasked_begin, unmasked_end, n_queries, score_scale,
+        j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
@@ -155,20 +155,25 @@ def flash_backward_dk_dv_kernel(
 @triton.jit
 def _accumulate_dk_dv(
     dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
-    j, first_query, end_query, gap_begin, gap_end, n_queries, score_scale,
+    j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Lines 10 to 17, without line 16, for the query tiles from first_query to end_query but for those from gap_begin
-    to gap_end.
+    """Lines 10 to 17, without line 16, for the query tiles from unmasked_begin to unmasked_end; if MASKED, for the
+    others from begin on.
 
     S, P, dP and dS are formed transposed, keys along the rows: P^T and dS^T are then the left operands that lines 13
     and 17 want. Queries past n_queries are loaded as zeros, with their dO, L and delta; their P is set to 0 all the
     same, since zero times a key of -inf would make it NaN.
     """
-    gap = gap_end - gap_begin
-    for step in tl.range(first_query, end_query - gap, Q_TILE_SIZE):
-        i = tl.where(step < gap_begin, step, step + gap) if MASKED else step
+    if MASKED:
+        # Before and after the unmasked queries, in one loop: it counts on as if those between were not there.
+        n_unmasked = unmasked_end - unmasked_begin
+        first, end = begin, n_queries - n_unmasked
+    else:
+        first, end = unmasked_begin, unmasked_end
+    for step in tl.range(first, end, Q_TILE_SIZE):
+        i = tl.where(step < unmasked_begin, step, step + n_unmasked) if MASKED else step
         q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 10
         dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
         L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
@@ -176,7 +181,7 @@ def _accumulate_dk_dv(
         S_T = _transposed_scores(q_i, k_j, INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:
-            # Counted from i, queries are constants: that takes fewer registers.
+            # Not by `visible`: counted from i, queries are constants, which takes fewer registers; keys need no end.
             queries = tl.arange(0, Q_TILE_SIZE)
             P_T = tl.where((queries < n_queries - i)[None, :], P_T, 0.0)
             if IS_CAUSAL:

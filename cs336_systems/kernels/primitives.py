@@ -180,8 +180,8 @@ def visible_queries(
 ):
     """(begin, unmasked_begin, unmasked_end): no query before `begin` sees a key of the tile at j, and all queries of
     the whole tiles from `unmasked_begin` to `unmasked_end` see all of its keys. Between the first two lies the
-    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order. SKIP_MASKED: as in
-    `visible_keys`.
+    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order. Past n_queries
+    they may lie only where no tile is unmasked: the last two are then equal. SKIP_MASKED: as in `visible_keys`.
     """
     if not IS_CAUSAL:
         begin = 0

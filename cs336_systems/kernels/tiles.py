@@ -13,7 +13,7 @@ SMALLEST_TILE_SIZE = 16
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the choice of tiles depends on, as the device reports it."""
+    """What the choice of portable tiles depends on, as the device reports it."""
 
     name: str
     capability: tuple[int, int]
@@ -154,19 +154,30 @@ class HopperBackward(_OnHopper):
         }
 
 
+# Below this gain the forward keeps its longer tiles, which read K and V fewer times.
+LEAST_GAIN = 1.1
+
+
 @dataclass(frozen=True)
 class HopperTiles:
     """A tile for each of Hopper's own kernels, and one more for the forward where there are few of its tiles."""
 
     forward: HopperForward
-    forward_of_few: HopperForward
+    forward_of_few: HopperForward  # shorter
     backward: HopperBackward
 
-    def forward_for(self, n_queries: int, n_batch_heads: int, multiprocessors: int) -> HopperForward:
-        """The forward's, by whether there are two tiles for each multiprocessor: with fewer, the longest rows of a
-        causal mask are all that some have to do, and shorter tiles share the work out better."""
-        n_tiles = n_batch_heads * math.ceil(n_queries / self.forward.q_tile_size)
-        return self.forward if n_tiles >= 2 * multiprocessors else self.forward_of_few
+    def forward_for(self, n_queries: int, n_batch_heads: int, is_causal: bool, multiprocessors: int) -> HopperForward:
+        """The forward's, by which of the two leaves the busiest multiprocessor less to do. Timed with a causal mask."""
+
+        def most_rows(tile: HopperForward) -> float:
+            """Rows of S of full length that one multiprocessor does, one program at a time."""
+            if is_causal:  # longest tiles go first, and short ones fill up: an even share, but never part of a tile
+                return max(tile.q_tile_size, n_batch_heads * n_queries / 2 / multiprocessors)
+            n_tiles = n_batch_heads * math.ceil(n_queries / tile.q_tile_size)
+            return tile.q_tile_size * math.ceil(n_tiles / multiprocessors)
+
+        gains = most_rows(self.forward) > LEAST_GAIN * most_rows(self.forward_of_few)
+        return self.forward_of_few if gains else self.forward
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,7 @@ HOPPER = {
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
     ),
-    # Outside of their main loops dk_dv, causal, spills 8 bytes, dq, not causal, 16.
+    # dk_dv, causal, spills 8 bytes, of which its main loop loads one word; dq, not causal, 16, outside of its loops.
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
@@ -229,20 +240,20 @@ HOPPER = {
         [(4, 16), (4, 32)],
         Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
     ),
-    # dk_dv spills 8 to 16 bytes; 16 x 32 spills none, but takes a quarter more instructions.
+    # dk_dv spills 8 to 16 bytes; 16 x 32 spills none, but takes three tenths more instructions.
     (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 32, 4, 3), dq=Tile(64, 32, 4, 2)),
-    # dk_dv spills 416 to 424 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 and takes twice the instructions in
-    # dk_dv; 16 x 32 (1 stage) spills 0 to 16 and takes half as many again in dq.
+    # dk_dv spills 416 to 424 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 to 16 and takes twice the instructions
+    # in dk_dv; 16 x 32 (1 stage) spills 0 to 16 and takes half as many again in dq.
     (4, 128): Tiles(forward=Tile(64, 16, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
     # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 520 to 528, dq 248 to 256.
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
 
-# For Hopper's own kernels, by padded head dim: the prototypes' choices, but for the forward's at 64 (see
-# runs/h200/kernel_log.md, 2026-11-30).
 _WIDE_FORWARD = HopperForward(
     attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True
 )
+# For Hopper's own kernels, by padded head dim: the prototypes' choices, but for the forward's at 64 (see
+# runs/h200/kernel_log.md, 2026-11-30).
 HOPPER_OWN = {
     64: HopperTiles(
         HopperForward(attenders=3, k_tile_size=128, num_stages=3, registers=160, head_group=8, q_in_registers=False),
@@ -258,7 +269,7 @@ HOPPER_OWN = {
 
 # Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
 # for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's forward spills 8
-# to 16 bytes, its dk_dv 8; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
+# to 16 bytes, its dk_dv 8 where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
 BLACKWELL = {
     **HOPPER,
     (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),
