@@ -40,6 +40,7 @@ def flash_forward_hopper_kernel(
     L = per_query(L_ptr, batch, head, n_heads, n_queries)
 
     ATTENDERS: gl.constexpr = Q_TILE_SIZE // ROWS
+    gl.static_assert(ATTENDERS == 2 or ATTENDERS == 3, "partitions are written out for these below")
     # A warpgroup passes over the key tiles that come after its queries without waiting for them. They have to be fewer
     # than the stages: the first tile that it waits for must be the first use of its buffer, for a barrier tells no more
     # than two successive phases apart.
