@@ -171,7 +171,7 @@ SMALLEST_BY_DESCRIPTOR = 64
 
 
 def space(gpu: Gpu, dtype: torch.dtype, quick: bool) -> Space:
-    """Where to look on `gpu`: float32 wants smaller tiles, and before Ampere there is no pipeline to speak of."""
+    """Where to look on `gpu`: float32 may want smaller tiles, and before Ampere there is no pipeline to speak of."""
     sizes = (32, 64, 128) if dtype.itemsize == 2 else (16, 32, 64, 128)
     stages = (2, 3, 4, 1) if gpu.capability >= (8, 0) else (1, 2)  # which first: --quick takes two
     if quick:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.modules import head_dim
 from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
@@ -369,7 +370,7 @@ def main(config: Config) -> None:
         config.out_dir.mkdir(parents=True, exist_ok=True)
         implementation = ATTENTION[str(config.attention)]
         dtype = torch.bfloat16 if config.amp else torch.float32
-        if reason := implementation.unsupported_reason(device, dtype, shape.d_model // shape.num_heads):
+        if reason := implementation.unsupported_reason(device, dtype, head_dim(shape.d_model, shape.num_heads)):
             raise ValueError(f"{config.attention} cannot run here: {reason}")
         run = train(config, shape, device, console)
         say(console, f"Losses are in {write_losses(config, run, device)}.")

@@ -454,8 +454,9 @@ def test_the_report_reads_well_whatever_the_rows_say(limit_mib, flash, apart, sa
 def test_parts_that_were_not_measured_say_so(tmp_path):
     """Without models, training, the second ranking and growth the report has all else, and no hint of them."""
     fill(tmp_path, math.inf, 100.0, 0.001)
-    growth = ("growth/metrics.jsonl", "growth/portable.jsonl")
-    for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl", *growth):
+    (tmp_path / "growth/portable.jsonl").unlink()
+    assert "the GPU is full at all" not in written.render(tmp_path, NAMES), "a step cut short is none"
+    for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl", "growth/metrics.jsonl"):
         (tmp_path / path).unlink()
     report = written.render(tmp_path, NAMES)
     assert report.count("\nNot measured yet.\n") == 2

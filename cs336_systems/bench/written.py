@@ -142,7 +142,7 @@ class Rows:
         Raises:
             ValueError: no such file lies below the folder.
         """
-        if not (self.folder / path).is_file():
+        if not self.there(path):
             raise ValueError(f"{self.folder / path} is linked, but is not there")
         return path
 
@@ -358,8 +358,6 @@ NAMES: dict[str, Any] = {
     "ranked": ranked,
     "ratio": ratio,
     "ratios": ratios,
-    "shape_of": shape_of,
-    "timed": timed,
     "working": working,
 }
 
