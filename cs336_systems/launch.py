@@ -157,6 +157,15 @@ def address(x: Tensor, tile: object) -> Tensor:
     return x
 
 
+def _per_query_in_tiles(x: PerQuery, tile: Tile) -> "TensorDescriptor | Tensor":
+    """L or delta as a descriptor of (batch, heads, 1, n_queries), on the same terms, or else as where it begins."""
+    x_rows = as_4d(x.unsqueeze(-2))
+    strides = copyable_strides(x_rows) if tile.by_descriptor else None
+    if strides is None:
+        return address(x, tile)
+    return TensorDescriptor(x_rows, list(x_rows.shape), list(strides), [1, 1, 1, tile.q_tile_size])
+
+
 def _asked_precision(x: Tensor) -> str | None:
     """How the user wants PyTorch to multiply float32; None for other dtypes."""
     # Not torch.get_float32_matmul_precision(), which raises where the precision was set by the newer names.
@@ -339,7 +348,7 @@ _DQ, _DELTA = (
 )
 _DK_DV = KernelCall(
     lambda: backward_kernels.flash_backward_dk_dv_kernel,
-    (*_QKV, _in_query_tiles, address, address, strided, strided),
+    (*_QKV, _in_query_tiles, _per_query_in_tiles, _per_query_in_tiles, strided, strided),
     lambda q, is_causal: tiles_for(q).dk_dv,
     rows=over_keys,
 )

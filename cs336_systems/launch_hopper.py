@@ -121,7 +121,8 @@ def _forward_tile(q: Queries, is_causal: bool) -> HopperForward:
 
 
 def _backward_tile(q: Queries, is_causal: bool) -> HopperBackward:
-    return HOPPER_OWN[padded_head_dim(q.shape[-1])].backward
+    width = padded_head_dim(q.shape[-1])
+    return HOPPER_OWN[width].backward_for(q.shape[-2], width, is_causal)
 
 
 FORWARD = KernelCall(

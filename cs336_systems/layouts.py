@@ -48,7 +48,8 @@ def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
 def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
     """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
 
-    It wants an address and steps that are multiples of 16 bytes, steps above 0, a last step of 1, and some elements.
+    It wants an address and steps that are multiples of 16 bytes, 0 (as of expanded heads) among them, a last step of 1,
+    and some elements.
     """
     x = as_4d(x)
     elements_in_16_bytes = 16 // x.element_size()
@@ -56,5 +57,5 @@ def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
         step if size > 1 else elements_in_16_bytes  # a dimension of size 1 may have any stride
         for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
     ]
-    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % elements_in_16_bytes == 0 for step in steps)
+    aligned = x.data_ptr() % 16 == 0 and all(step % elements_in_16_bytes == 0 for step in steps)
     return (*steps, 1) if aligned and x.stride(-1) == 1 and x.numel() > 0 else None

@@ -88,6 +88,8 @@ def source(entry: Entry) -> ASTSource:
             signature[name], values[index,] = "constexpr", constants[name]
         elif name in rows and tile.by_descriptor:
             signature[name] = f"tensordesc<{element}[1, 1, {rows[name]}, {width}]>"
+        elif name in ("L_base", "delta") and tile.by_descriptor:
+            signature[name] = f"tensordesc<fp32[1, 1, 1, {tile.q_tile_size}]>"
         elif name in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
             signature[name] = Strided(f"*{element}", "i32", "i32", "i32", "constexpr")
             values[index, 4] = 1
@@ -95,7 +97,7 @@ def source(entry: Entry) -> ASTSource:
         elif name == "scale":
             signature[name] = "fp32"
         else:
-            signature[name] = "*fp32" if name.endswith("_ptr") else "i32"
+            signature[name] = "*fp32" if name.endswith("_ptr") or name in ("L_base", "delta") else "i32"
             attributes[index,] = ALIGNED
     return ASTSource(function, signature, values, attributes)
 

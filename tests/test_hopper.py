@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,6 +185,18 @@ def test_few_queries_go_in_shorter_tiles(batch_heads, n, is_causal, few):
     assert tiles.forward_of_few.q_tile_size < tiles.forward.q_tile_size
 
 
+@pytest.mark.parametrize(
+    ("n", "width", "is_causal", "group"),
+    [
+        (1, 64, True, 4), (8192, 64, True, 4), (16384, 64, True, 2), (65536, 64, True, 1), (4096, 128, True, 4),
+        (8192, 128, True, 2), (4096, 128, False, 1), (1, 64, False, 1),
+    ],
+)  # fmt: skip
+def test_heads_of_a_group_fit_into_l2(n, width, is_causal, group):
+    tiles = HOPPER_OWN[width]
+    assert tiles.backward_for(n, width, is_causal) == replace(tiles.backward, head_group=group)
+
+
 @needs_triton
 @pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])
 def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkeypatch):
@@ -280,6 +293,18 @@ def test_layouts(d, layout, is_causal):
     inputs = Inputs(*map(layout, Case((2, 3), 150, 200, d).draw(torch.bfloat16, CUDA)))
     result = run_attention(FlashAttention2Triton.apply, inputs, is_causal)
     assert_within_budget(result, inputs, is_causal)
+
+
+@needs_hopper
+@both_causal
+@pytest.mark.parametrize("d", [64, 128])
+def test_expanded_heads(d, is_causal):
+    """Keys and values that all heads share are read where they are, with a stride of 0."""
+    q, k, v, dO = Case((2, 3), 150, 200, d).draw(torch.bfloat16, CUDA)
+    k, v = k[:, :1].expand_as(k), v[:, :1].expand_as(v)
+    assert layouts.copyable_strides(k) == (k.stride(0), 0, d, 1)
+    inputs = Inputs(q, k, v, dO)
+    assert_within_budget(run_on_hopper(inputs, is_causal), inputs, is_causal)
 
 
 @needs_hopper

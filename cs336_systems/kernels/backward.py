@@ -20,7 +20,6 @@ from cs336_systems.kernels.primitives import (
     exp_in_base,
     load_per_query,
     load_tile,
-    per_query,
     store_per_query,
     store_tile,
     to_base,
@@ -48,16 +47,13 @@ def flash_backward_dq_kernel(
     # Causal work grows with the query index: the last tile is the longest and goes first.
     i = (n_tiles - 1 - tile) * Q_TILE_SIZE  # line 9
     score_scale = to_base(scale, BASE_2)
-    L = per_query(L_ptr, batch, head, n_heads, n_queries)
-    L_base = per_query(L_base_ptr, batch, head, n_heads, n_queries)
-    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
 
     o_i = load_tile(o, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
-    L_i = _usable_L(load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=True), BASE_2)
-    store_per_query(delta, i, n_queries, delta_i, Q_TILE_SIZE)
-    store_per_query(L_base, i, n_queries, L_i, Q_TILE_SIZE)
+    L_i = _usable_L(load_per_query(L_ptr, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=True), BASE_2)
+    store_per_query(delta_ptr, batch, head, n_heads, i, n_queries, delta_i, Q_TILE_SIZE)
+    store_per_query(L_base_ptr, batch, head, n_heads, i, n_queries, L_i, Q_TILE_SIZE)
 
     if WANTS_DQ:
         q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 10
@@ -110,22 +106,20 @@ def _accumulate_dq(
 
 @triton.jit
 def flash_backward_dk_dv_kernel(
-    q, k, v, dO, L_base_ptr, delta_ptr, dk, dv, n_heads, n_batch_heads, n_queries, n_keys, scale,
+    q, k, v, dO, L_base, delta, dk, dv, n_heads, n_batch_heads, n_queries, n_keys, scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, HEAD_GROUP: tl.constexpr,
     SKIP_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
 
-    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base_ptr, delta_ptr: as the
-    first kernel left them. scale: 1 / sqrt(D).
+    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base, delta: what the first kernel
+    left, by pointer or by descriptor. scale: 1 / sqrt(D).
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)
     j = tile * K_TILE_SIZE  # line 6
     score_scale = to_base(scale, BASE_2)
-    L = per_query(L_base_ptr, batch, head, n_heads, n_queries)
-    delta = per_query(delta_ptr, batch, head, n_heads, n_queries)
 
     k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)  # line 7
     v_j = load_tile(v, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
@@ -138,12 +132,12 @@ def flash_backward_dk_dv_kernel(
         j, n_queries, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, SKIP_MASKED
     )
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
+        dk_j, dv_j, k_j, v_j, q, dO, L_base, delta, batch, head, n_heads,
         j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=False,
     )  # fmt: skip
     dk_j, dv_j = _accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
+        dk_j, dv_j, k_j, v_j, q, dO, L_base, delta, batch, head, n_heads,
         j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
@@ -154,7 +148,7 @@ def flash_backward_dk_dv_kernel(
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head,
+    dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head, n_heads,
     j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
@@ -176,8 +170,8 @@ def _accumulate_dk_dv(
         i = tl.where(step < unmasked_begin, step, step + n_unmasked) if MASKED else step
         q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 10
         dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
-        L_i = load_per_query(L, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
-        delta_i = load_per_query(delta, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
+        L_i = load_per_query(L, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
+        delta_i = load_per_query(delta, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
         S_T = _transposed_scores(q_i, k_j, INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)
         if MASKED:

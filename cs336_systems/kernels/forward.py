@@ -13,7 +13,6 @@ from cs336_systems.kernels.primitives import (
     from_base,
     load_tile,
     log_in_base,
-    per_query,
     store_per_query,
     store_tile,
     to_base,
@@ -60,7 +59,7 @@ def flash_forward_kernel(
     o_i = o_i / tl.where(l == 0.0, 1.0, l)[:, None]  # line 15; l = 0 where there are no keys
     L_i = from_base(m + log_in_base(l, BASE_2), BASE_2)  # line 16
     store_tile(o, batch, head, i, n_queries, o_i, D, Q_TILE_SIZE, D_TILE_SIZE)  # line 17
-    store_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, L_i, Q_TILE_SIZE)  # line 18
+    store_per_query(L_ptr, batch, head, n_heads, i, n_queries, L_i, Q_TILE_SIZE)  # line 18
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Small pieces that every kernel uses: how a program finds its work, how tiles enter and leave memory, what is visible.
 
 Inputs (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine is to read them, as Triton's
-tensor descriptors; in the kernels only `load_tile` knows the difference. Outputs are always `Strided`.
+tensor descriptors, and so may L and delta; in the kernels only `load_tile` and `load_per_query` know the difference.
+Outputs are always by pointer.
 
 What all kernels take: n_batch_heads = batch · heads; D_TILE_SIZE: D padded to a power of two; INPUT_PRECISION: that of
 tl.dot, for float32; BASE_2: see `to_base`; HEAD_GROUP: see `assigned_tile`; SKIP_MASKED: see `visible_keys`. MASKED
@@ -97,17 +98,26 @@ def per_query(ptr, batch, head, n_heads, n_queries):
 
 
 @triton.jit
-def load_per_query(ptr, start, n_queries, TILE_SIZE: tl.constexpr, CHECK: tl.constexpr):
-    """Entries start, …, start + TILE_SIZE - 1; zeros past n_queries, which may only occur where CHECK says so."""
-    queries = start + tl.arange(0, TILE_SIZE)
-    return tl.load(ptr + queries, mask=queries < n_queries, other=0.0) if CHECK else tl.load(ptr + queries)
+def load_per_query(x, batch, head, n_heads, start, n_queries, TILE_SIZE: tl.constexpr, CHECK: tl.constexpr):
+    """Entries start, …, start + TILE_SIZE - 1 of one head's row; zeros past n_queries, which may only occur where CHECK
+    says so.
+
+    x: a pointer as for `per_query`, or a descriptor of (batch, heads, 1, n_queries).
+    """
+    if isinstance(x, tl.tensor_descriptor):
+        return x.load([batch, head, 0, start]).reshape(TILE_SIZE)
+    else:
+        queries = start + tl.arange(0, TILE_SIZE)
+        pointers = per_query(x, batch, head, n_heads, n_queries) + queries
+        return tl.load(pointers, mask=queries < n_queries, other=0.0) if CHECK else tl.load(pointers)
 
 
 @triton.jit
-def store_per_query(ptr, start, n_queries, values, TILE_SIZE: tl.constexpr):
-    """Store what `load_per_query` would read, without entries past n_queries."""
+def store_per_query(ptr, batch, head, n_heads, start, n_queries, values, TILE_SIZE: tl.constexpr):
+    """Store where `load_per_query` would read, without entries past n_queries."""
     queries = start + tl.arange(0, TILE_SIZE)
-    tl.store(ptr + queries, values, mask=queries < n_queries)
+    pointers = per_query(ptr, batch, head, n_heads, n_queries) + queries
+    tl.store(pointers, values, mask=queries < n_queries)
 
 
 @triton.jit

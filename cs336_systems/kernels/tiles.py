@@ -138,7 +138,7 @@ class HopperBackward(_OnHopper):
     q_tile_size: int  # rows of a query tile
     num_stages: int  # query tiles in shared memory
     registers: int  # of each thread that owns keys
-    head_group: int  # as in `Tile`
+    head_group: int  # as in `Tile`; at most, see `HopperTiles.backward_for`
     # For head dims to 64; beyond, the kernel's are fixed.
     dS_stages: int = 2  # of what the two hand over
     dQ_stages: int = 2  # of what is added to dQ
@@ -154,6 +154,8 @@ class HopperBackward(_OnHopper):
         }
 
 
+# Bytes of Hopper's L2, 50 or 60 MiB, that the heads of a group may fill.
+L2_FOR_A_GROUP = 16 * KIB**2
 # Below this gain the forward keeps its longer tiles, which read K and V fewer times.
 LEAST_GAIN = 1.1
 
@@ -178,6 +180,21 @@ class HopperTiles:
 
         gains = most_rows(self.forward) > LEAST_GAIN * most_rows(self.forward_of_few)
         return self.forward_of_few if gains else self.forward
+
+    def backward_for(self, n_queries: int, width: int, is_causal: bool) -> HopperBackward:
+        """The backward's, with as many heads side by side as find room in L2, a power of two.
+
+        Groups are there to start the longest tiles of several heads first: without a mask, when all are alike, heads go
+        one after another.
+
+        Args:
+            width: elements of a padded row.
+        """
+        head = n_queries * width * (2 + 2 + 4)  # bytes of what the tiles of a head share: Q, dO, and dQ in float32
+        group = self.backward.head_group if is_causal else 1
+        while group > 1 and group * head > L2_FOR_A_GROUP:
+            group //= 2
+        return replace(self.backward, head_group=group)
 
 
 @dataclass(frozen=True)
@@ -223,15 +240,15 @@ HOPPER = {
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
     ),
-    # dk_dv, causal, spills 8 bytes, of which its main loop loads one word; dq, not causal, 16, outside of its loops.
+    # dk_dv spills 8 bytes; dq, not causal, 16, outside of its loops.
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
         dq=Tile(128, 64, 4, 3, head_group=8, by_descriptor=True),
     ),
-    # dk_dv spills 8 bytes outside of its main loop.
+    # Forward, causal, spills 32 bytes.
     (2, 128): Tiles(
-        forward=Tile(128, 64, 8, 2, head_group=8, by_descriptor=True, max_registers=128),
+        forward=Tile(128, 64, 4, 2, by_descriptor=True, max_registers=248),
         dk_dv=Tile(64, 64, 4, 2, head_group=8, by_descriptor=True),
         dq=Tile(128, 64, 8, 3, by_descriptor=True),
     ),
@@ -240,11 +257,12 @@ HOPPER = {
         [(4, 16), (4, 32)],
         Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2)),
     ),
-    # dk_dv spills 8 to 16 bytes; 16 x 32 spills none, but takes three tenths more instructions.
-    (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 32, 4, 3), dq=Tile(64, 32, 4, 2)),
-    # dk_dv spills 416 to 424 bytes, dq 128 to 192. 16 x 16 (3 stages) spills 8 to 16 and takes twice the instructions
-    # in dk_dv; 16 x 32 (1 stage) spills 0 to 16 and takes half as many again in dq.
-    (4, 128): Tiles(forward=Tile(64, 16, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
+    # dk_dv spills 160 to 168 bytes, dq 88 to 136; the best that spill nothing (16x64 4w 3s, 128x32 8w 3s) take 1.29
+    # times as long.
+    (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
+    # Forward spills 16 to 24 bytes (64x16 4w 2s, which spills none, takes 1.55 times as long), dk_dv 416 to 424, dq 128
+    # to 192 (of others that were timed the least spilling, 16 bytes, takes 1.48 times as long).
+    (4, 128): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
     # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 520 to 528, dq 248 to 256.
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
 }
@@ -268,8 +286,8 @@ HOPPER_OWN = {
 }
 
 # Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
-# for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's forward spills 8
-# to 16 bytes, its dk_dv 8 where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
+# for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's dk_dv spills 16 bytes
+# where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
 BLACKWELL = {
     **HOPPER,
     (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),

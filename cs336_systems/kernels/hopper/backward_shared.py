@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.kernels.hopper.primitives import ROWS, make_barriers, matrix_of, wait_filled
-from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, per_query, store_tile
+from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, store_tile
 from cs336_systems.kernels.tiles import STEP_COLUMNS
 
 PART_COLUMNS = gl.constexpr(STEP_COLUMNS)  # of the split L and delta
@@ -62,7 +62,7 @@ def flash_backward_hopper_preprocess_kernel(
     o_i = load_tile(o, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
-    L_i = load_per_query(per_query(L_ptr, batch, head, n_heads, n_queries), i, n_queries, K_TILE_SIZE, CHECK=True)
+    L_i = load_per_query(L_ptr, batch, head, n_heads, i, n_queries, K_TILE_SIZE, CHECK=True)
     # From 2^24 on float32 resolves L and S to 1 at best: exp(S - L) must not come out as inf.
     L_i = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
