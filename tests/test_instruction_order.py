@@ -56,7 +56,7 @@ def test_hopper_kernels_compile_without_spilling(d):
     )
     assert [name for name, *_ in usage] == ["forward", *(["forward of few tiles"] if d == 64 else []), "backward"]
     for _, stack, shared in usage:
-        assert int(stack) <= 8 and int(shared) <= 227 * KIB
+        assert int(stack) <= 24 and int(shared) <= 227 * KIB  # a few words, once a program
     attending = [line for line in done.stdout.splitlines() if line.startswith("    ") and "exp2" in line]
     assert len(attending) >= 4
     for order in attending:
