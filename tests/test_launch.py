@@ -237,6 +237,22 @@ def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
     assert len(made) == 15, "after two addresses all are forgotten, and q's among them"
 
 
+def test_arguments_are_kept_for_the_same_addresses(kernel, monkeypatch):
+    from cs336_systems import prepared
+
+    monkeypatch.setattr(prepared, "MOST_FILLED", 2)
+    filled, fill = [], prepared.Prepared._fill
+    monkeypatch.setattr(prepared.Prepared, "_fill", lambda self, *what: filled.append(what[0]) or fill(self, *what))
+    tensors = [(drawn(), layouts.empty_outputs(drawn()[0])) for _ in range(4)]
+    launches = launch.launches_for(True, TILE, *tensors[0][0])
+    for inputs, outputs in (tensors[0], *tensors[:2], *tensors[:2], *tensors, tensors[0]):
+        launch.launch_kernel(launch._FORWARD, launches, inputs, outputs)
+    addresses = [tuple(x.data_ptr() for x in (*inputs, *outputs)) for inputs, outputs in tensors]
+    assert filled == [*addresses, addresses[0]], "after two all are forgotten"
+    assert len(launches.prepared[launch._FORWARD].filled) <= 2
+    assert kernel.calls[-1][2:] == kernel.calls[1][2:], "kept or not, the arguments are the same"
+
+
 def test_what_is_prepared_does_not_grow_without_end(kernel, monkeypatch):
     monkeypatch.setattr(launch, "MOST_LAUNCHES", 2)
     for n in range(1, 6):
