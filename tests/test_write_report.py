@@ -382,7 +382,7 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
             made_up("flash_triton", pass_, math.inf, flash, batch=16, heads=1, dtype="bfloat16", **sizes)
             for sizes, pass_ in product(of_64, PASSES)
         ]
-        write(folder / "growth" / path, rows)
+        write(folder / "growth" / path, [*rows, ceiling[0]])
     rungs = dict.fromkeys([*(rung.name for rung in LADDER), *names])
     timings = [(None, pass_) for pass_ in PASSES] + [(COURSE_HARNESS, "forward_backward")]
     shape = {"batch": 1, "heads": 16, "n_queries": 4096, "n_keys": 4096, "dtype": "bfloat16"}
