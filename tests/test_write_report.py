@@ -364,7 +364,7 @@ def fill(folder: Path, limit_mib: float, flash: float, apart: float) -> None:
         )
     names = [*RATES, "flash_triton", *(peer.name for peer in PEERS)]
     ceiling = [
-        row(implementation=CEILING, dtype=dtype, float32_precision=precision, d=8192, tflops=500.0)
+        row(implementation=CEILING, dtype=dtype, float32_precision=precision, d=8192, tflops=500.0, memory_mib=None)
         for dtype, precision in SETTINGS
     ]
     write(
