@@ -61,15 +61,18 @@ def attention_inputs(
 
 def _complaint_of_shapes(q: Queries, k: Keys, v: Keys, largest_d: int | None) -> str | None:
     """What is wrong with the shapes; None where nothing is."""
-    if min(q.ndim, k.ndim, v.ndim) < 2:
+    of_q, of_k, of_v = q.shape, k.shape, v.shape  # asking a tensor takes longer than comparing what it says
+    if min(len(of_q), len(of_k), len(of_v)) < 2:
         return "q, k and v must have at least two dimensions (..., n, d)"
-    if k.shape != v.shape:
+    if of_k != of_v:
         return "k and v must have the same shape (..., n_keys, d)"
-    if q.shape != k.shape and q.shape[:-2] != k.shape[:-2]:  # a slice of a shape takes long
-        return "q, k and v must have the same leading dimensions"
-    if q.shape[-1] != k.shape[-1]:
-        return "q, k and v must have the same head dim d"
-    if q.shape[-1] < 1 or (largest_d is not None and q.shape[-1] > largest_d):
+    if of_q != of_k:
+        if of_q[:-2] != of_k[:-2]:
+            return "q, k and v must have the same leading dimensions"
+        if of_q[-1] != of_k[-1]:
+            return "q, k and v must have the same head dim d"
+    d = of_q[-1]
+    if d < 1 or (largest_d is not None and d > largest_d):
         return f"the head dim d must be {'at least 1' if largest_d is None else f'between 1 and {largest_d}'}"
     return None
 
