@@ -48,8 +48,8 @@ def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
 def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:
     """The strides of x as (batch, heads, n, d), by which Hopper's copy engine can read it; None where it cannot.
 
-    It wants an address and steps that are multiples of 16 bytes, 0 (as of expanded heads) among them, a last step of 1,
-    and some elements.
+    It wants an address and steps that are multiples of 16 bytes, a last step of 1, and some elements. Steps of 0, as of
+    expanded heads, are among them (tried on an H200), for reading alone: outputs are new tensors, which have none.
     """
     x = as_4d(x)
     elements_in_16_bytes = 16 // x.element_size()

@@ -23,10 +23,10 @@ from cs336_systems.kernels.primitives import Strided
 Filler = Callable[[Tensor], tuple[Any, ...]]
 """Another tensor of a layout -> the arguments that stand for it."""
 
-# How many are kept, after which all are forgotten, since addresses may never repeat: descriptors of an argument, and
-# launches of a kernel for one layout. PyTorch's allocator hands out the same addresses again and again.
-MOST_ENCODED = 1024
-MOST_FILLED = 256
+# PyTorch's allocator hands out the same addresses again and again, so what belongs to them is kept. They may never
+# repeat all the same: after so many all are forgotten.
+MOST_ENCODED = 1024  # descriptors of an argument
+MOST_FILLED = 256  # lists of arguments, of a kernel for one layout
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Prepared:
     launch_in_c: Callable[..., None]
     n_programs: int
     device: int
-    fill: tuple[Filler, ...]  # for each tensor
+    fillers: tuple[Filler, ...]  # for each tensor
     constants: tuple[Any, ...]
-    filled: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)  # by the tensors' addresses
+    arguments_at: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)  # by the tensors' addresses
 
     def launch(self, *tensors: Tensor) -> None:
         """Run the kernel on the tensors' device."""
@@ -52,7 +52,7 @@ class Prepared:
     def _launch_there(self, tensors: tuple[Tensor, ...]) -> None:
         """As `launch`, for tensors on the current device."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
-        arguments = self.filled.get(addresses) or self._fill(addresses, tensors)
+        arguments = self.arguments_at.get(addresses) or self._fill(addresses, tensors)
         compiled, runtime = self.compiled, knobs.runtime
         stream = cast(Any, driver.active).get_current_stream(self.device)
         metadata_and_hooks = None, None, None
@@ -66,10 +66,10 @@ class Prepared:
 
     def _fill(self, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """What the kernel takes, kept for the next tensors that lie at these addresses."""
-        of_tensors = (argument for fill, x in zip(self.fill, tensors, strict=True) for argument in fill(x))
-        if len(self.filled) >= MOST_FILLED:
-            self.filled.clear()
-        arguments = self.filled[addresses] = (*of_tensors, *self.constants)
+        of_tensors = (argument for fill, x in zip(self.fillers, tensors, strict=True) for argument in fill(x))
+        if len(self.arguments_at) >= MOST_FILLED:
+            self.arguments_at.clear()
+        arguments = self.arguments_at[addresses] = (*of_tensors, *self.constants)
         return arguments
 
 
@@ -92,8 +92,8 @@ def prepared(
     if launcher.global_scratch_size or launcher.profile_scratch_size or launcher.launch_pdl:
         return None
     remaining = iter(encodings)
-    fill = tuple(_filler(argument, next(remaining) if _is_descriptor(argument) else None) for argument in arguments)
-    return Prepared(compiled, launch_in_c, n_programs, device.index, fill, tuple(constants))
+    fillers = tuple(_filler(argument, next(remaining) if _is_descriptor(argument) else None) for argument in arguments)
+    return Prepared(compiled, launch_in_c, n_programs, device.index, fillers, tuple(constants))
 
 
 class _Described(NamedTuple):

@@ -6,10 +6,30 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
+from cs336_systems.tile_search import tile_from_text
 
 from .machine import TRITON_INSTALLED
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compiled_kernels.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "compiled_kernels.py"
+COMPILED = ROOT / "runs" / "h200" / "compiled_kernels.md"
+
+
+def test_every_compiled_entry_fits():
+    """What Triton allots to each entry, by the committed table, is within its GPU and within the bound for it."""
+    lines = [line.strip("| ").split(" | ") for line in COMPILED.read_text(encoding="utf-8").splitlines()]
+    entries = [line for line in lines if len(line) == 10 and line[1].startswith("sm_")]
+    gpus, kernels = {gpu.name: gpu for gpu in GPUS.values()}, {kernel.name: kernel for kernel in KERNELS}
+    assert {gpu for gpu, *_ in entries} == gpus.keys() and len(entries) >= 400
+    for gpu, _, dtype, d, kernel, _, tile, *_, shared in entries:
+        if shared != "-":  # there is no such entry
+            needed, width = float(shared) * KIB, padded_head_dim(int(d))
+            bound = shared_memory_bound(kernels[kernel], tile_from_text(tile), width, getattr(torch, dtype), gpus[gpu])
+            assert needed <= gpus[gpu].shared_memory, (gpu, dtype, d, kernel, tile)
+            assert needed <= bound + (17 * KIB if width <= 32 else 0), (gpu, dtype, d, kernel, tile)
 
 
 @pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")

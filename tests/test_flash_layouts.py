@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cs336_systems import layouts
+
 from .layouts import LAYOUTS, column_major, slice_of_fused, transposed
 from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
 from .reference import TENSORS, Case, Inputs, assert_within_budget, largest_error, run_attention
@@ -35,6 +37,14 @@ EXPANSIONS = {
     "rows": lambda x: x[..., :1, :].expand_as(x),
     "columns": lambda x: x[..., :1].expand_as(x),
 }
+
+
+@pytest.mark.parametrize("over", ["heads", "batch", "rows"])
+def test_expanded_inputs_are_not_copied(over):
+    """The copy engine reads steps of 0; outputs are written, and have none."""
+    x = EXPANSIONS[over](STRIDED.draw(torch.float16, DEVICE).k)
+    assert 0 in x.stride() and layouts.readable(x) is x and layouts.copyable_strides(x) == x.stride()
+    assert 0 not in layouts.empty_output_like(x).stride()
 
 
 @pytest.mark.parametrize("over", EXPANSIONS)

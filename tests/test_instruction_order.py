@@ -45,7 +45,7 @@ def exponentials(order: str) -> int:
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_hopper_kernels_compile_without_spilling(d):
+def test_hopper_kernels_compile_without_a_stack_in_their_loops(d):
     """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--d", str(d)]
@@ -55,8 +55,9 @@ def test_hopper_kernels_compile_without_spilling(d):
         r"([\w ]+): \d+ registers at the start, (\d+) bytes of stack, (\d+) bytes of shared", done.stdout
     )
     assert [name for name, *_ in usage] == ["forward", *(["forward of few tiles"] if d == 64 else []), "backward"]
-    for _, stack, shared in usage:
-        assert int(stack) <= 24 and int(shared) <= 227 * KIB  # a few words, once a program
+    for name, stack, shared in usage:
+        once_a_program = 24 if (name, d) == ("backward", 64) else 0
+        assert int(stack) == once_a_program and int(shared) <= 227 * KIB
     attending = [line for line in done.stdout.splitlines() if line.startswith("    ") and "exp2" in line]
     assert len(attending) >= 4
     for order in attending:

@@ -227,6 +227,7 @@ def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
     made = []
     monkeypatch.setattr(prepared, "make_tensordesc_arg", lambda *what: made.append(what) or encoded(*what))
     monkeypatch.setattr(prepared, "MOST_ENCODED", 2)
+    monkeypatch.setattr(prepared, "MOST_FILLED", 0)  # or a launch that finds its arguments asks for no descriptors
     q, k, v = drawn()
     for _ in range(3):
         launch.launch_forward(q, k, v, True, TILE)
@@ -235,6 +236,16 @@ def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):
     for each in (*others, (q, k, v)):
         launch.launch_forward(*each, True, TILE)
     assert len(made) == 15, "after two addresses all are forgotten, and q's among them"
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "by_descriptor", "described"), [(8, True, True), (8, False, False), (6, True, False)])
+def test_rows_of_L_come_by_descriptor_where_they_begin_at_16_bytes(n, by_descriptor, described):
+    argument: Any = launch._per_query_in_tiles(torch.zeros(2, 3, n), replace(TILE, by_descriptor=by_descriptor))
+    assert isinstance(argument, torch.Tensor) != described
+    if described:
+        assert argument.shape == [2, 3, 1, n] and argument.strides[:2] == [3 * n, n]
+        assert argument.block_shape == [1, 1, 1, TILE.q_tile_size]
 
 
 def test_arguments_are_kept_for_the_same_addresses(kernel, monkeypatch):
@@ -249,8 +260,9 @@ def test_arguments_are_kept_for_the_same_addresses(kernel, monkeypatch):
         launch.launch_kernel(launch._FORWARD, launches, inputs, outputs)
     addresses = [tuple(x.data_ptr() for x in (*inputs, *outputs)) for inputs, outputs in tensors]
     assert filled == [*addresses, addresses[0]], "after two all are forgotten"
-    assert len(launches.prepared[launch._FORWARD].filled) <= 2
-    assert kernel.calls[-1][2:] == kernel.calls[1][2:], "kept or not, the arguments are the same"
+    assert len(launches.prepared[launch._FORWARD].arguments_at) <= 2
+    _, first, second, first_kept, second_kept, first_again, *_ = kernel.calls
+    assert (first_kept, second_kept, first_again) == (first, second, first), "kept or not, they are the same"
 
 
 def test_what_is_prepared_does_not_grow_without_end(kernel, monkeypatch):

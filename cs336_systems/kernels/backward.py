@@ -113,8 +113,8 @@ def flash_backward_dk_dv_kernel(
 ):  # fmt: skip
     """Algorithm 2 without line 16 for the keys j, …, j + K_TILE_SIZE - 1 of one head: their dK and dV.
 
-    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D); L_base, delta: what the first kernel
-    left, by pointer or by descriptor. scale: 1 / sqrt(D).
+    q, dO: (batch, heads, n_queries, D); k, v, dk, dv: (batch, heads, n_keys, D). L_base, delta: float32, (batch, heads,
+    n_queries), as the first kernel left them; see `load_per_query`. scale: 1 / sqrt(D).
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(tl.cdiv(n_keys, K_TILE_SIZE), n_heads, n_batch_heads, HEAD_GROUP)

@@ -1,8 +1,8 @@
 """Small pieces that every kernel uses: how a program finds its work, how tiles enter and leave memory, what is visible.
 
 Inputs (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy engine is to read them, as Triton's
-tensor descriptors, and so may L and delta; in the kernels only `load_tile` and `load_per_query` know the difference.
-Outputs are always by pointer.
+tensor descriptors; L and delta as bare pointers, or as descriptors too. In the portable kernels only `load_tile` and
+`load_per_query` know the difference, and outputs are always written by pointer.
 
 What all kernels take: n_batch_heads = batch · heads; D_TILE_SIZE: D padded to a power of two; INPUT_PRECISION: that of
 tl.dot, for float32; BASE_2: see `to_base`; HEAD_GROUP: see `assigned_tile`; SKIP_MASKED: see `visible_keys`. MASKED

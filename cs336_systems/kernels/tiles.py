@@ -138,7 +138,7 @@ class HopperBackward(_OnHopper):
     q_tile_size: int  # rows of a query tile
     num_stages: int  # query tiles in shared memory
     registers: int  # of each thread that owns keys
-    head_group: int  # as in `Tile`; at most, see `HopperTiles.backward_for`
+    head_group: int  # as in `Tile`; in the table the most that `HopperTiles.backward_for` may choose
     # For head dims to 64; beyond, the kernel's are fixed.
     dS_stages: int = 2  # of what the two hand over
     dQ_stages: int = 2  # of what is added to dQ
@@ -182,15 +182,17 @@ class HopperTiles:
         return self.forward_of_few if gains else self.forward
 
     def backward_for(self, n_queries: int, width: int, is_causal: bool) -> HopperBackward:
-        """The backward's, with as many heads side by side as find room in L2, a power of two.
+        """The backward's, with as many heads side by side as L2_FOR_A_GROUP has room for: a power of two, at least one,
+        at most the table's.
 
-        Groups are there to start the longest tiles of several heads first: without a mask, when all are alike, heads go
-        one after another.
+        Groups are there to start the longest tiles of several heads first. Without a mask all tiles are alike, and
+        heads go one after another.
 
         Args:
             width: elements of a padded row.
         """
-        head = n_queries * width * (2 + 2 + 4)  # bytes of what the tiles of a head share: Q, dO, and dQ in float32
+        # Bytes of what all tiles of a head read and add to: Q, dO, and dQ in float32. (L and delta are left out.)
+        head = n_queries * width * (2 + 2 + 4)
         group = self.backward.head_group if is_causal else 1
         while group > 1 and group * head > L2_FOR_A_GROUP:
             group //= 2
@@ -240,7 +242,7 @@ HOPPER = {
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
     ),
-    # dk_dv spills 8 bytes; dq, not causal, 16, outside of its loops.
+    # dk_dv spills 8 bytes, of which its main loop loads one word; dq, not causal, 16, outside of its loops.
     (2, 64): Tiles(
         forward=Tile(64, 128, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
@@ -259,7 +261,8 @@ HOPPER = {
         dk_dv=Tile(64, 64, 8, 2, by_descriptor=True),
         dq=Tile(64, 64, 4, 2, by_descriptor=True),
     ),
-    # dk_dv spills 200 to 208 bytes, at 16 8 to 88; the best that spills nothing (32x64 4w 3s) takes 1.35 times as long.
+    # dk_dv spills 200 to 208 bytes at width 32 and 8 to 88 at 16; the best that spills nothing at 32 (32x64 4w 3s)
+    # takes 1.35 times as long.
     **dict.fromkeys(
         [(4, 16), (4, 32)],
         Tiles(forward=Tile(64, 64, 4, 3), dk_dv=Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 3)),
@@ -268,7 +271,7 @@ HOPPER = {
     # times as long.
     (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     # Forward spills 16 to 24 bytes (64x16 4w 2s, which spills none, takes 1.55 times as long), dk_dv 416 to 424, dq 128
-    # to 192 (of others that were timed the least spilling, 16 bytes, takes 1.48 times as long).
+    # to 192; of dq's tiles that were timed the one that spills least, 16 bytes, takes 1.48 times as long.
     (4, 128): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
     # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 520 to 528, dq 248 to 256.
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
@@ -277,8 +280,7 @@ HOPPER = {
 _WIDE_FORWARD = HopperForward(
     attenders=2, k_tile_size=128, num_stages=2, registers=240, head_group=2, q_in_registers=True
 )
-# For Hopper's own kernels, by padded head dim: the prototypes' choices, but for the forward's at 64 (see
-# runs/h200/kernel_log.md, 2026-11-30).
+# For Hopper's own kernels, by padded head dim; what was timed is in runs/h200/kernel_log.md.
 HOPPER_OWN = {
     64: HopperTiles(
         HopperForward(attenders=3, k_tile_size=128, num_stages=3, registers=160, head_group=8, q_in_registers=False),
@@ -292,12 +294,14 @@ HOPPER_OWN = {
     ),
 }
 
-# Hopper's, but for one limit and for float32, whose products Triton 3.6 compiles differently there: of Hopper's forward
-# for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's dk_dv spills 16 bytes
-# where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 (dq).
+# Hopper's, but for one limit, for one tile that does not fit, and for float32, whose products Triton 3.6 compiles
+# differently there: of Hopper's forward for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in
+# 16 bits Hopper's dk_dv spills 16 bytes where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and
+# 224 (dq).
 BLACKWELL = {
     **HOPPER,
     (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),
+    (2, 256): replace(HOPPER[2, 256], dk_dv=Tile(64, 32, 8, 2)),  # Hopper's takes 257 KiB of shared memory there
     (4, 16): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
     (4, 32): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
     (4, 64): Tiles(forward=Tile(32, 32, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
@@ -381,20 +385,21 @@ class Kernel:
     name: str  # the field of `Tiles`
     held: Callable[[Tile], int]  # rows of the tiles that stay, together: Q; or K and V; or Q and dO
     streamed: Callable[[Tile], int]  # rows of each of the two tiles that the loop loads
+    copied_on_blackwell: int  # how many of these two Triton 3.6 copies there, for products with their transposes
 
 
 KERNELS = (
-    Kernel("forward", held=lambda tile: tile.q_tile_size, streamed=lambda tile: tile.k_tile_size),
-    Kernel("dk_dv", held=lambda tile: 2 * tile.k_tile_size, streamed=lambda tile: tile.q_tile_size),
-    Kernel("dq", held=lambda tile: 2 * tile.q_tile_size, streamed=lambda tile: tile.k_tile_size),
+    Kernel("forward", lambda tile: tile.q_tile_size, lambda tile: tile.k_tile_size, copied_on_blackwell=0),
+    Kernel("dk_dv", lambda tile: 2 * tile.k_tile_size, lambda tile: tile.q_tile_size, copied_on_blackwell=2),
+    Kernel("dq", lambda tile: 2 * tile.q_tile_size, lambda tile: tile.k_tile_size, copied_on_blackwell=1),
 )
 
 
 def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """An upper bound, in bytes, on the shared memory of a kernel, where that is more than some 10 KiB.
 
-    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4, with two exceptions, which fit
-    all the same: widths 16 and 32 take up to 5 KiB more, tiles by descriptor up to a quarter on data-centre Blackwell.
+    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4, but for widths 16 and 32, which
+    take up to 17 KiB more and fit all the same.
 
     Args:
         width: elements of a padded row.
@@ -402,6 +407,8 @@ def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dty
     buffered = 2 * kernel.streamed(tile) * tile.num_stages
     # Operands of float32 products, and of all products without tensor cores, also pass through copies.
     copied = 0 if gpu.uses_tensor_cores and dtype != torch.float32 else 2 * max(tile.q_tile_size, tile.k_tile_size)
+    if gpu.capability >= (10, 0) and tile.by_descriptor:
+        copied += kernel.copied_on_blackwell * kernel.streamed(tile)
     rows_of_L_and_delta = 4 * buffered
     barriers = KIB
     return (kernel.held(tile) + buffered + copied) * width * dtype.itemsize + rows_of_L_and_delta + barriers

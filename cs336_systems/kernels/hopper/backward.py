@@ -132,7 +132,8 @@ def _form_dk_dv(
     zeros = gl.zeros([ROWS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
     dk_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)  # line 8
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
-    # In registers, as left operands: every product reads shared memory, and these are the same for all query tiles.
+    # K and the weights are the same for all query tiles. As left operands in registers they are not read from shared
+    # memory again for each product, which is as busy here as the tensor cores. (V finds no room.)
     weights = key_tiles.weights.index(W).load(operand_layout(Q_TILE_SIZE))
     key_tiles.wait()
     k_j = key_tiles.k_j(W).load(operand_layout(Q_TILE_SIZE))

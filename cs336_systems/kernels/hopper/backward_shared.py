@@ -242,14 +242,17 @@ class QueryRing:
 
     @gluon.jit
     def scores(self, step, k_j, weights, zeros):
-        """Line 11, unscaled and less L, transposed: K q^T + weights · parts^T, begun."""
+        """Line 11, unscaled and less L, transposed: K q^T + weights · parts^T, begun.
+
+        k_j, weights: in registers or in shared memory.
+        """
         L_i = self.part_tiles.index(2 * (step % self.stages))
         S_T = warpgroup_mma(k_j, self.q_i(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
         return warpgroup_mma(weights, L_i.permute((1, 0)), S_T, is_async=True)
 
     @gluon.jit
     def dP(self, step, v_j, weights, zeros):
-        """Line 14 less delta, transposed: V dO^T + weights · parts^T, begun."""
+        """Line 14 less delta, transposed: V dO^T + weights · parts^T, begun; as `scores`."""
         delta_i = self.part_tiles.index(2 * (step % self.stages) + 1)
         dP_T = warpgroup_mma(v_j, self.dO_i(step).permute((1, 0)), zeros, use_acc=False, is_async=True)
         return warpgroup_mma(weights, delta_i.permute((1, 0)), dP_T, is_async=True)
@@ -308,7 +311,7 @@ def make_handover(q, stages: gl.constexpr):
 @gluon.jit
 def query_tile_range(j, n_queries, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """(n_tiles, first): how many query tiles there are, counted up to a multiple of 2 · ROWS queries, as `parts` is
-    padded; and the first that sees key j.
+    padded; and the first that sees key j, n_tiles if none does.
     """
     per_key_tile: gl.constexpr = 2 * ROWS // Q_TILE_SIZE
     n_tiles = gl.cdiv(n_queries, 2 * ROWS) * per_key_tile
