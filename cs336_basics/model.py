@@ -51,6 +51,9 @@ class BasicsTransformerLM(nn.Module):
     No biases, no dropout, no shared weights; positions enter through rotary embeddings. No tensor of size n x n belongs
     to the model: an attention function that needs a mask makes it for one call.
 
+    `torch.compile(model, fullgraph=True)` makes one graph for each shape of token_ids, with dynamic=True too, for einx
+    fixes the sizes that it sees. PyTorch raises at the ninth shape (`torch._dynamo.config.recompile_limit`).
+
     Args:
         vocab_size: the number of tokens.
         context_length: the longest sequence.
@@ -65,7 +68,8 @@ class BasicsTransformerLM(nn.Module):
             embedding still compute in float32.
 
     Raises:
-        ValueError: a size below 1; num_heads that does not divide d_model, or into heads of odd size; an unknown name.
+        ValueError: a size below 1; num_heads that does not divide d_model, or into heads of odd size; a rope_theta that
+            is not above 0; an unknown name.
         TypeError: `attention` is neither a name nor a function.
     """
 
@@ -158,7 +162,14 @@ class BasicsTransformerLM(nn.Module):
 
         Raises:
             ValueError: an empty prompt, tokens outside the vocabulary, or an option outside its range.
+            TypeError: a prompt that is no tensor of integers, or an option that is no integer where one is wanted.
         """
+        if not isinstance(prompt_ids, Tensor) or prompt_ids.dtype not in (torch.int32, torch.int64):
+            given = prompt_ids.dtype if isinstance(prompt_ids, Tensor) else type(prompt_ids).__name__
+            raise TypeError(f"prompt_ids must be a tensor of int32 or int64, got {given}")
+        for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("eos_token_id", eos_token_id)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
         if prompt_ids.ndim == 0 or prompt_ids.numel() == 0:
             raise ValueError(
                 f"prompt_ids must be (..., n) with at least one token, got shape {tuple(prompt_ids.shape)}"

@@ -52,7 +52,12 @@ def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"
 
     Returns:
         A tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: x is of integers.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"softmax is of floating point numbers, got {x.dtype}")
     if x.numel() == 0:
         return x.clone()  # einx takes no empty axis
     logits = x.movedim(dim, -1).to(torch.promote_types(x.dtype, torch.float32))
@@ -121,8 +126,11 @@ def attention_function(attention: str | AttentionFunction) -> AttentionFunction:
         TypeError: neither a name nor a function.
     """
     if not isinstance(attention, str):
-        if not callable(attention):
-            raise TypeError(f"attention must be a name or a function (q, k, v, is_causal) -> o, got {attention!r}")
+        if not callable(attention) or inspect.isclass(attention):
+            its_apply = "; an autograd.Function is given by its apply" if hasattr(attention, "apply") else ""
+            raise TypeError(
+                f"attention must be a name or a function (q, k, v, is_causal) -> o, got {attention!r}{its_apply}"
+            )
         return attention
     functions = {"naive": naive_attention}
     if attention not in functions:
@@ -199,7 +207,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        """x with a root mean square of 1, times the gain."""
+        """x with a root mean square of 1, times the gain.
+
+        Raises:
+            ValueError: vectors of another size than the gain's.
+        """
+        if x.shape[-1] != len(self.weight):
+            raise ValueError(f"the norm was made for vectors of size {len(self.weight)}, got {x.shape[-1]}")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = wide.square().mean(-1, keepdim=True)
         return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
@@ -220,7 +234,7 @@ class RotaryEmbedding(nn.Module):
         theta: the base of the angles.
 
     Raises:
-        ValueError: d is odd.
+        ValueError: d is odd, or one of them is not above 0.
     """
 
     cos: Float[Tensor, "context_length pairs"]
@@ -230,8 +244,12 @@ class RotaryEmbedding(nn.Module):
         self, context_length: int, d: int, theta: float = 10_000.0, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        if d % 2 != 0:
+        if context_length < 1:
+            raise ValueError(f"the context length must be at least 1, got {context_length}")
+        if d < 2 or d % 2 != 0:
             raise ValueError(f"rotary embedding turns pairs: the size of its vectors must be even, got {d}")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"theta must be a number above 0, got {theta}")
         self.context_length, self.d, self.theta = context_length, d, theta
         cos, sin = self._tables(device or torch.get_default_device())
         self.register_buffer("cos", cos, persistent=False)

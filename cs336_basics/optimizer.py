@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class AdamW(torch.optim.Optimizer):
@@ -24,19 +24,20 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them with options of their own.
-        lr: the learning rate; schedules change `param_groups[i]["lr"]`.
+        lr: the learning rate, a number or a tensor of one; schedules change `param_groups[i]["lr"]`.
         betas: the decay of m and of v a step.
         eps: what keeps the division finite.
         weight_decay: the decay of a parameter a step, in units of lr.
 
     Raises:
         ValueError: an option outside its range.
+        TypeError: a parameter that is not of real numbers.
     """
 
     def __init__(
         self,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -47,12 +48,15 @@ class AdamW(torch.optim.Optimizer):
         """Add a group, at construction too; options that it lacks are the defaults."""
         options = self.defaults | param_group
         for name in ("lr", "eps", "weight_decay"):
-            if not options[name] >= 0:
-                raise ValueError(f"{name} must be at least 0, got {options[name]}")
-        for beta in options["betas"]:
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas must lie in [0, 1), got {options['betas']}")
+            if not 0 <= options[name] < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {options[name]}")
+        betas = options["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
         super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                raise TypeError(f"parameters must be of floating point numbers, got {parameter.dtype}")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -67,11 +71,20 @@ class AdamW(torch.optim.Optimizer):
 
         Returns:
             The loss that the closure gave, if there is one.
+
+        Raises:
+            TypeError: a sparse gradient. Nothing has changed then.
+            ValueError: the state that was loaded is another optimizer's; likewise.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise TypeError(f"gradients must be dense, got {parameter.grad.layout}")
+            if (state := self.state.get(parameter)) and not state.keys() >= {"t", "m", "v"}:
+                raise ValueError(f"the state has {', '.join(state)}; this optimizer's has t, m, v")
         for group in self.param_groups:
             self._update(group)
         return loss
@@ -79,6 +92,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any]) -> None:
         """The equations above, each as one operation on all parameters of the group."""
         lr, (beta_1, beta_2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        lr = float(lr)  # some schedulers keep a tensor
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not parameters:
             return  # operations on lists take no empty ones

@@ -6,7 +6,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from jaxtyping import Int, UInt8
@@ -61,6 +60,18 @@ class Corpus:
         split = round(len(content) * (1 - validation_share))
         return cls(content[:split], content[split:])
 
+    def require_sequences(self, context_length: int) -> None:
+        """Check that both parts hold a sequence, and the byte that follows it.
+
+        Raises:
+            ValueError: one of them does not.
+        """
+        if min(len(self.train), len(self.validation)) <= context_length:
+            raise ValueError(
+                f"a sequence takes {context_length + 1} bytes; there are {len(self.train)} to train on, and "
+                f"{len(self.validation)} for validation"
+            )
+
 
 def batch_at(
     content: UInt8[Tensor, " n"], step: int, batch: int, context_length: int, seed: int, device: torch.device
@@ -82,9 +93,12 @@ def batch_at(
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` to `path` such that at any moment there is a whole checkpoint: the one before, or this one."""
+    """Write `state` to `path` such that at any moment there is a whole checkpoint: the one before, or this one.
+
+    What a process that was killed had written by then lies beside it as `{path.name}.new`, until the next one is saved.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{uuid4().hex}.new")
+    beside = path.with_name(f"{path.name}.new")
     try:
         with beside.open("wb") as file:
             torch.save(state, file)

@@ -100,6 +100,11 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("model_size", "attention", "passes"):
             require_at_least(1, f"the number of --{name.replace('_', '-')}", len(getattr(self, name)))
+        for name, least in (("context_length", 1), ("batch", 1), ("steps", 1), ("warmup", 0)):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(least, f"--{name.replace('_', '-')}", value)
+        for length in self.sweep_contexts:
+            require_at_least(1, "a length in --sweep-contexts", length)
         for name in self.attention:
             if name not in ATTENTION:
                 raise ValueError(f"--attention has {name!r}; allowed are {', '.join(ATTENTION)}")
@@ -178,13 +183,12 @@ def main(config: Config) -> None:
             sweep = replace(sweep, ranged=torch.cuda.nvtx.range)
         rows = sweep.run(config.out_jsonl, config.fresh, console)
     method = (budget.time_method[device.type], PASSES_METHOD, STEP_METHOD, MODEL_FLOPS_METHOD, PEAK_METHOD)
-    for table in model_tables(rows, TITLES[device.type], method):
-        table.print(console)
-    say(console, f"Rows are in {config.out_jsonl}.")
-    if config.write_md:
+    if config.write_md:  # before anything is printed, to a pipe that may be closed
         on_record = [row for row in read_rows(config.out_jsonl, ModelRow) if row.gpu == rows[0].gpu]
         write_tables(config.out_md, model_tables(on_record, TITLES[device.type], method))
-        say(console, f"Tables are in {config.out_md}.")
+    for table in model_tables(rows, TITLES[device.type], method):
+        table.print(console)
+    say(console, f"Rows are in {config.out_jsonl}{f', tables in {config.out_md}' if config.write_md else ''}.")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -99,6 +99,9 @@ class Config:
         for name in ("validate_every", "checkpoint_every", "steps", "stop_after", "context_length", "batch"):
             if (value := getattr(self, name)) is not None:
                 require_at_least(1, f"--{name.replace('_', '-')}", value)
+        for name in ("learning_rate", "max_gradient_norm"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {value:g}; allowed is a number above 0")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed is {self.seed}; allowed is 0 to {2**32 - 1}")
 
@@ -140,11 +143,23 @@ class Run:
         if not isinstance(theirs, dict) or not self.state().keys() <= state.keys():
             raise ValueError("the checkpoint is none of this program's; --fresh starts over")
         if theirs != self.settings:
-            differ = [f"{name} {theirs.get(name)}" for name in self.settings if theirs.get(name) != self.settings[name]]
-            raise ValueError(f"the checkpoint is of a run with {', '.join(differ)}; --fresh starts over")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses = state["step"], state["losses"]
+            differ = [
+                f"{name} {theirs.get(name)}, not {mine}"
+                for name, mine in self.settings.items()
+                if theirs.get(name) != mine
+            ]
+            raise ValueError(f"the checkpoint is of a run with {'; '.join(differ)}; --fresh starts over")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.losses = state["step"], state["losses"]
+            fits = 0 <= self.step <= self.settings["steps"] and [e["step"] for e in self.losses] == [
+                *range(1, self.step + 1)
+            ]
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ValueError("the checkpoint is none of this program's; --fresh starts over") from error
+        if not fits:
+            raise ValueError("the checkpoint is none of this program's; --fresh starts over")
 
 
 def make_model(config: Config, shape: Shape, attention: str) -> BasicsTransformerLM:
@@ -207,10 +222,13 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
     """Train to the last step, or for `stop_after` steps, with checkpoints on the way.
 
     Raises:
-        ValueError: losses or gradients are no longer finite; the checkpoint before stays.
+        ValueError: the context is longer than the text; losses or gradients are no longer finite, and the checkpoint
+            before stays.
     """
+    say(console, "The text: documentation strings of Python's standard library.")  # reading them takes seconds
     text = standard_library_text()
     corpus = Corpus.of(text)
+    corpus.require_sequences(shape.context_length)
     run = start(config, shape, text, device)
     checkpoint = config.out_dir / f"{config.attention}.pt"
     if config.fresh:
@@ -301,6 +319,15 @@ def read_losses(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} holds no losses of this program")
 
 
+def losses_in(folder: Path) -> dict[Path, dict[str, Any]]:
+    """What `write_losses` wrote there, the latest last; other JSON files are passed over."""
+    found = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+        with suppress(ValueError):
+            found[path] = read_losses(path)
+    return found
+
+
 def draw_losses(folder: Path) -> tuple[Path, list[str]]:
     """The loss of every attention against the step, and below it the differences from the first.
 
@@ -308,12 +335,12 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
         The picture, and what was left out: runs that differ from the latest in more than the attention.
 
     Raises:
-        ValueError: `folder` has no losses, or a JSON file of something else.
+        ValueError: `folder` has no losses.
     """
-    paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    by_path = losses_in(folder)
+    paths = list(by_path)
     if not paths:
         raise ValueError(f"{folder} holds no losses; train first")
-    by_path = {path: read_losses(path) for path in paths}
 
     def setting(path: Path) -> dict[str, object]:
         return by_path[path]["settings"] | {"attention": None}
@@ -360,7 +387,7 @@ def sample(config: Config, shape: Shape, run: Run, device: torch.device) -> str:
 
 
 def main(config: Config) -> None:
-    console, text = Console(), ""
+    console = Console()
     if not config.plot:
         device = device_named(config.device)
         shape = SHAPES[device.type]
@@ -375,12 +402,10 @@ def main(config: Config) -> None:
         run = train(config, shape, device, console)
         say(console, f"Losses are in {write_losses(config, run, device)}.")
         if run.step == shape.steps:
-            text = sample(config, shape, run, device)
+            say(console, f"{PROMPT!r} goes on: {sample(config, shape, run, device)!r}")
     path, left_out = draw_losses(config.out_dir)
     without = f", without {', '.join(left_out)}, trained with other settings" if left_out else ""
     say(console, f"The curves are in {path}{without}.")
-    if text:
-        say(console, f"{PROMPT!r} goes on: {text!r}")
 
 
 if __name__ == "__main__":

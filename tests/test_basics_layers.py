@@ -15,6 +15,7 @@ from cs336_basics.modules import (
     RotaryEmbedding,
     SwiGLU,
     silu,
+    softmax,
     truncated_normal,
 )
 
@@ -166,6 +167,13 @@ def test_rotary_embedding_errors():
     """Odd sizes, other sizes than it was made for (2 would broadcast), and too many positions (1 would)."""
     with pytest.raises(ValueError, match="even, got 5"):
         RotaryEmbedding(8, 5)
+    with pytest.raises(ValueError, match="even, got 0"):
+        RotaryEmbedding(8, 0)
+    with pytest.raises(ValueError, match="context length must be at least 1, got -1"):
+        RotaryEmbedding(-1, 4)
+    for theta in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"theta must be a number above 0, got {theta}"):
+            RotaryEmbedding(8, 4, theta)
     with pytest.raises(ValueError, match="of size 2, got 6"):
         RotaryEmbedding(8, 2)(torch.zeros(3, 6))
     with pytest.raises(ValueError, match="length 3; at most the context length, 1"):
@@ -175,6 +183,14 @@ def test_rotary_embedding_errors():
             RotaryEmbedding(8, 4)(torch.zeros(3, 4), torch.tensor(positions))
     with pytest.raises(RuntimeError, match="Byte"):  # which indexing would take for a mask
         RotaryEmbedding(8, 4)(torch.zeros(3, 4), torch.tensor([0, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8))
+
+
+def test_layers_refuse_what_would_pass_for_something_else():
+    """Integers, whose softmax would be rounded to 0, and vectors of size 1, which would broadcast."""
+    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.int64"):
+        softmax(torch.arange(3))
+    with pytest.raises(ValueError, match="made for vectors of size 5, got 1"):
+        RMSNorm(5)(torch.zeros(2, 1))
 
 
 # Attention.

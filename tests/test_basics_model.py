@@ -16,6 +16,7 @@ from cs336_basics.modules import CausalMultiHeadSelfAttention, RotaryEmbedding, 
 from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention import ATTENTION
+from cs336_systems.flash_pytorch import FlashAttention2Pytorch
 
 from .machine import DEVICE, INTERPRETED, INTERPRETER_BFLOAT16, NATIVE, needs_triton, skip_if
 
@@ -483,13 +484,24 @@ def test_generate_with_a_model(attention):
         ({"prompt_ids": torch.tensor([3, VOCABULARY])}, r"prompt_ids must lie in \[0, 50\), got 3 to 50"),
         ({"prompt_ids": torch.tensor([-1])}, r"prompt_ids must lie in \[0, 50\), got -1"),
         ({"prompt_ids": torch.zeros(2, 0, dtype=torch.int64)}, r"at least one token, got shape \(2, 0\)"),
+        ({"prompt_ids": [1]}, "prompt_ids must be a tensor of int32 or int64, got list"),
+        ({"prompt_ids": torch.ones(1)}, r"prompt_ids must be a tensor of int32 or int64, got torch\.float32"),
+        ({"eos_token_id": 2.0}, "eos_token_id must be an integer, got 2.0"),
+        ({"eos_token_id": True}, "eos_token_id must be an integer, got True"),
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
     ],
     ids=str,
 )
 def test_generate_refuses(options, message):
     """Errors name the argument, what came and what is allowed."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Scripted().generate(**{"prompt_ids": torch.tensor([1]), "max_new_tokens": 1} | options)
+
+
+def test_an_autograd_function_is_given_by_its_apply():
+    function: Any = FlashAttention2Pytorch  # a class can be called, too
+    with pytest.raises(TypeError, match=r"a function .* got .*; an autograd\.Function is given by its apply"):
+        BasicsTransformerLM(8, 4, 8, 1, 2, 8, attention=function)
 
 
 @pytest.mark.parametrize(("d_model", "num_heads"), [(10, 3), (8, 16)])

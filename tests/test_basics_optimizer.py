@@ -168,3 +168,44 @@ def test_cosine_schedule_refuses(it, warmup, cycle):
     """Phases in the wrong order, and iterations before the first."""
     with pytest.raises(ValueError, match=r"got -?\d"):
         get_cosine_lr(it, 1.0, 0.1, warmup, cycle)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"betas": (0.9,)}, ValueError, "betas must be two numbers"),
+        ({"betas": 0.9}, ValueError, "betas must be two numbers"),
+        ({"lr": math.inf}, ValueError, "lr must be a number of at least 0, got inf"),
+        ({"eps": math.nan}, ValueError, "eps must be a number of at least 0, got nan"),
+    ],
+)
+def test_options_that_no_step_could_take(options, error, said):
+    with pytest.raises(error, match=said):
+        AdamW([nn.Parameter(torch.ones(2))], **options)
+    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.complex64"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    left, right = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    for parameter, lr in ((left, 0.1), (right, torch.tensor(0.1, dtype=torch.float64))):
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        AdamW([parameter], lr=lr).step()
+    assert torch.equal(left, right)
+
+
+def test_what_cannot_be_a_step_changes_nothing():
+    """Sparse gradients, and the state of another optimizer, are refused before any parameter moves."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = AdamW(parameters)
+    parameters[0].grad, parameters[1].grad = torch.ones(3), torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=r"gradients must be dense, got torch\.sparse_coo"):
+        optimizer.step()
+    theirs = torch.optim.AdamW(parameters)
+    parameters[1].grad = torch.ones(3)
+    theirs.step()
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="the state has step, exp_avg, exp_avg_sq; this optimizer's has t, m, v"):
+        optimizer.step()
+    assert all(map(torch.equal, parameters, before))

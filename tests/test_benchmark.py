@@ -211,15 +211,24 @@ def test_failures_become_rows_and_the_sweep_goes_on(tmp_path, console):
     ]
 
 
-def test_a_model_that_does_not_fit_is_skipped(tmp_path, console, monkeypatch):
-    """Without a GPU nothing would stop it but the system, which ends the whole sweep."""
-    needed = 16 * TINY.parameters
-    assert WORKLOAD.state_bytes("training_step") == needed == 4 * WORKLOAD.state_bytes("forward")
-    monkeypatch.setattr("cs336_systems.bench.model_sweep.available_bytes", lambda: needed - 1)
-    rows = sweep(example()).run(tmp_path / "a.jsonl", False, console)
-    assert {row.status for row in rows} == {"skipped"} and "available are" in str(rows[0].message)
-    monkeypatch.setattr("cs336_systems.bench.model_sweep.available_bytes", lambda: needed)
-    assert {row.status for row in sweep(example()).run(tmp_path / "a.jsonl", False, console)} == {"ok"}
+def test_passes_that_do_not_fit_are_skipped(tmp_path, console, monkeypatch):
+    """Without a GPU nothing would stop them but the system, which ends the whole sweep."""
+    dense, flash = replace(example(), saved_scores=2), replace(example(), saved_scores=0)
+    needed = {pass_: WORKLOAD.least_bytes(pass_, dense.saved_bytes_per_score(torch.float32)) for pass_ in MODEL_PASSES}
+    assert needed["forward_backward"] - needed["forward"] == 4 * TINY.parameters
+    assert needed["training_step"] - needed["forward_backward"] == 8 * TINY.parameters
+    kept = TINY.num_layers * WORKLOAD.batch * TINY.num_heads * (2 * 4 * 8**2 - 4 * 8)  # P and S, or else L
+    assert needed["forward"] - WORKLOAD.least_bytes("forward", flash.saved_bytes_per_score(torch.float32)) == kept
+
+    def statuses(available: int | None) -> list[str]:
+        monkeypatch.setattr("cs336_systems.bench.model_sweep.available_bytes", lambda: available)
+        rows = sweep(dense).run(tmp_path / "a.jsonl", False, console)
+        assert all("available are" in str(row.message) for row in rows if row.status == "skipped")
+        return [row.status for row in rows]
+
+    assert statuses(needed["forward"] - 1) == 3 * ["skipped"]
+    assert statuses(needed["training_step"] - 1) == ["ok", "ok", "skipped"]
+    assert statuses(needed["training_step"]) == statuses(None) == 3 * ["ok"]
 
 
 def test_row_statistics(tmp_path, console, monkeypatch):
@@ -261,15 +270,17 @@ def test_peak_memory_and_snapshot(tmp_path):
     [
         (["--nvtx"], "--nvtx needs a GPU"),
         (["--memory-snapshot", "a.pickle"], "--memory-snapshot needs a GPU"),
-        (["--context-length", "0"], "context length is 0; allowed is at least 1"),
-        (["--batch", "0"], "batch is 0; allowed is at least 1"),
-        (["--steps", "0"], "iterations is 0; allowed is at least 1"),
+        (["--context-length", "0"], "--context-length is 0; allowed is at least 1"),
+        (["--batch", "0"], "--batch is 0; allowed is at least 1"),
+        (["--steps", "0"], "--steps is 0; allowed is at least 1"),
+        (["--sweep-contexts", "8", "0"], "a length in --sweep-contexts is 0; allowed is at least 1"),
     ],
 )
-def test_bad_flags_are_named(flags, said, tmp_path):
-    config = tyro.cli(benchmark.Config, args=[*flags, "--device", "cpu", "--out-jsonl", str(tmp_path / "b.jsonl")])
-    with pytest.raises(ValueError, match=said):
-        benchmark.main(config)
+def test_bad_flags_are_named(flags, said, tmp_path, capsys):
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        flags = [*flags, "--device", "cpu", "--out-jsonl", str(tmp_path / "b.jsonl")]
+        benchmark.main(tyro.cli(benchmark.Config, args=flags))
+    assert said in str(caught.value) + capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

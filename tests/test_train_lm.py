@@ -171,10 +171,49 @@ def test_a_single_curve_without_validation(script, train, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{}", '{"settings": 5', "[1]"])
-def test_losses_of_another_program_are_named(content, train, tmp_path):
+def test_losses_of_another_program_are_passed_over(content, script, train, tmp_path):
     (tmp_path / "odd.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"odd\.json holds no losses of this program"):
-        train(tmp_path, "--attention", "naive", "--steps", "1")
+    with pytest.raises(ValueError, match="holds no losses; train first"):
+        script["draw_losses"](tmp_path)
+    train(tmp_path, "--attention", "naive", "--steps", "1")
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "odd.json").read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ("step", 99),
+        ("step", "1"),
+        ("step", -1),
+        ("losses", []),
+        ("losses", [5]),
+        ("optimizer", {}),
+        ("model", {"a": 1}),
+    ],
+)
+def test_a_checkpoint_that_was_tampered_with_is_refused(changed, value, train, tmp_path):
+    train(tmp_path, "--attention", "naive", "--stop-after", "1")
+    path = tmp_path / "naive.pt"
+    save_checkpoint(path, load_checkpoint(path, CPU) | {changed: value})
+    with pytest.raises(ValueError, match="none of this program's; --fresh starts over"):
+        train(tmp_path, "--attention", "naive")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-gradient-norm", "0"], "--max-gradient-norm is 0; allowed is a number above 0"),
+        (["--learning-rate", "nan"], "--learning-rate is nan; allowed is a number above 0"),
+        (["--context-length", "400"], "a sequence takes 401 bytes; there are 2052 to train on, and 108 for validation"),
+    ],
+)
+def test_what_cannot_be_trained_costs_no_checkpoint(flags, said, train, tmp_path, capsys):
+    """Whatever is wrong with a command line is said before --fresh removes what an earlier one has left."""
+    train(tmp_path, "--attention", "naive", "--stop-after", "1")
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        train(tmp_path, "--attention", "naive", "--fresh", *flags)
+    assert said in str(caught.value) + capsys.readouterr().err
+    assert (tmp_path / "naive.pt").exists()
 
 
 def test_a_checkpoint_of_another_program_is_refused(train, tmp_path):
@@ -189,7 +228,9 @@ def test_a_checkpoint_of_another_program_is_refused(train, tmp_path):
 def test_another_text_is_another_run(script, train, tmp_path, monkeypatch):
     train(tmp_path, "--attention", "naive", "--stop-after", "1")
     monkeypatch.setitem(script["train"].__globals__, "standard_library_text", lambda: TEXT + TEXT)
-    with pytest.raises(ValueError, match=r"the checkpoint is of a run with text [0-9a-f]{16}; --fresh starts over"):
+    with pytest.raises(
+        ValueError, match=r"the checkpoint is of a run with text [0-9a-f]{16}, not [0-9a-f]{16}; --fresh"
+    ):
         train(tmp_path, "--attention", "naive")
 
 
@@ -269,7 +310,7 @@ def test_loss_falls(train, tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_refused(train, tmp_path):
     train(tmp_path, "--attention", "naive", "--stop-after", "1")
-    with pytest.raises(ValueError, match=r"a run with learning_rate 0\.001; --fresh starts over"):
+    with pytest.raises(ValueError, match=r"a run with learning_rate 0\.001, not 0\.5; --fresh starts over"):
         train(tmp_path, "--attention", "naive", "--learning-rate", "0.5")
 
 

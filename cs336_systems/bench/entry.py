@@ -82,8 +82,8 @@ def require_outputs(jsonl: Path, markdown: Path) -> None:
     if jsonl.resolve() == markdown.resolve():
         raise ValueError(f"--out-jsonl and --out-md are both {jsonl}; the tables would overwrite the rows")
     for path in (jsonl, markdown):
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; allowed is a file")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a device'}; allowed is a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise PermissionError(f"{path} cannot be written")

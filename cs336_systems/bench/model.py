@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from cs336_systems.bench.record import Record
-from cs336_systems.bench.workload import require_at_least
+from cs336_systems.bench.workload import AttentionShape, require_at_least
 from cs336_systems.implementation import AttentionFunction
 
 VOCABULARY = 10_000
@@ -116,10 +116,18 @@ class ModelWorkload:
         attention = 4 * self.batch * size.num_layers * size.d_model * n**2 / 2
         return FLOPS_OVER_FORWARD[pass_] * (dense + attention)
 
-    def state_bytes(self, pass_: ModelPass) -> int:
-        """Bytes of the parameters, and of their gradients and AdamW's two moments where the pass has them."""
+    def least_bytes(self, pass_: ModelPass, saved_bytes_per_score: int) -> int:
+        """Bytes that a pass needs at least: parameters, their gradients and AdamW's two moments where it has them, the
+        logits, and what attention keeps for the backward in each layer. What the other layers keep is not counted.
+
+        Args:
+            saved_bytes_per_score: of the attention, see `Implementation`.
+        """
         tensors = {"forward": 1, "forward_backward": 2, "training_step": 4}[pass_]
-        return tensors * self.size.parameters * torch.float32.itemsize
+        state = (tensors * self.size.parameters + self.tokens * VOCABULARY) * torch.float32.itemsize
+        size, n = self.size, self.context_length
+        shape = AttentionShape(self.batch, size.num_heads, n, n, size.d_head, self.dtype, True)
+        return state + size.num_layers * shape.bytes_before_backward(saved_bytes_per_score)
 
     def token_ids(self, device: torch.device, seed: int = 0) -> tuple[Int[Tensor, "batch n"], Int[Tensor, "batch n"]]:
         """Random tokens and the targets that follow each; the same for the same seed and kind of device."""

@@ -106,11 +106,9 @@ class ModelSweep:
         implementation, workload = cases[0].implementation, cases[0].workload
         if reason := implementation.unsupported_reason(self.device, workload.dtype, workload.size.d_head):
             return [self._row(case, environment, "unsupported", reason) for case in cases]
-        available = available_bytes() if self.device.type == "cpu" else None
-        needed = max(workload.state_bytes(case.pass_) for case in cases)
-        if available is not None and needed > available:
-            message = f"parameters, gradients and optimizer need {gib(needed)}, available are {gib(available)}"
-            return [self._row(case, environment, "skipped", message) for case in cases]
+        if self.device.type == "cpu" and (too_large := self._too_large(cases, environment)):
+            left = [case for case in cases if case not in too_large]
+            return [*too_large.values(), *(self._measure(left, environment) if left else ())]
         try:
             with implementation.context():
                 shape = AttentionShape(1, workload.size.num_heads, 1, 1, workload.size.d_head, workload.dtype, True)
@@ -124,6 +122,17 @@ class ModelSweep:
             # Only texts leave this block: the exception holds the frames, and they hold the model.
             status, message = classify(error)
             return [self._row(case, environment, status, message) for case in cases]
+
+    def _too_large(self, cases: Sequence[ModelCase], environment: Environment) -> dict[ModelCase, ModelRow]:
+        """The rows of the passes that need more memory than a CPU has left, where nothing raises in time."""
+        available, rows = available_bytes(), {}
+        for case in cases:
+            saved = case.implementation.saved_bytes_per_score(case.workload.dtype)
+            needed = case.workload.least_bytes(case.pass_, saved)
+            if available is not None and needed > available:
+                message = f"needs {gib(needed)} at least, available are {gib(available)}"
+                rows[case] = self._row(case, environment, "skipped", message)
+        return rows
 
     def _time(
         self,
