@@ -515,6 +515,35 @@ def test_compiled_with_changing_lengths():
         assert_within_budget(run_attention(compiled, inputs, True), inputs, True)
 
 
+@needs_gpu
+@pytest.mark.parametrize("hopper", [True, False])
+def test_replayed_from_a_cuda_graph(hopper):
+    """What was captured reads its inputs anew, where they lie, each time it is replayed."""
+    first, second = (Case((2, 3), 200, 260, 64).draw(torch.bfloat16, DEVICE, seed=seed) for seed in (1, 2))
+    q, k, v = leaves(first)
+    dO = first.dO.clone()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        o = flash_function("triton")(q, k, v, True, hopper)
+        return o.detach(), *torch.autograd.grad(o, (q, k, v), dO)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for inputs in (first, second):
+        with torch.no_grad():
+            for to, x in zip((q, k, v, dO), inputs, strict=True):
+                to.copy_(x)
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
 # More than one GPU.
 
 
