@@ -99,7 +99,7 @@ ATTENTION: dict[str, Implementation] = {
         Implementation(
             name="flash_triton",
             function=flash_triton.FlashAttention2Triton.apply,
-            description="FlashAttention-2 in Triton, forward and backward, float32 as products of bfloat16 parts",
+            description="FlashAttention-2 in Triton, forward and backward; float32, on tensor cores, in bfloat16 parts",
             dtypes=flash_triton.DTYPES,
             largest_d=MAX_HEAD_DIM,
             refusal=kernel_refusal,

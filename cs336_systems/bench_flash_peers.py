@@ -6,7 +6,8 @@
 GPUs differ from day to day and clocks within minutes: what counts is the ratio of times that were measured one right
 after the other. So every implementation is timed once a round, and the table has the ratios within the rounds.
 "portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Started again it goes
-on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU.
+on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU,
+the kernels only where Triton interprets them.
 """
 
 from dataclasses import dataclass
@@ -21,20 +22,10 @@ from cs336_systems.bench.measure import Duration
 from cs336_systems.bench.report import rounds
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import AttentionShape, require_at_least
+from cs336_systems.implementation import Implementation
 from cs336_systems.ladder import PORTABLE
 
-IMPLEMENTATIONS = (
-    ATTENTION["flash_triton"],
-    PORTABLE,
-    *(ATTENTION[name] for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")),
-)
-COMPARED = (
-    ("flash_triton", "sdpa_cudnn"),
-    ("flash_triton", "sdpa_flash"),
-    ("portable", "sdpa_cudnn"),
-    ("portable", "sdpa_flash"),
-    ("portable", "sdpa_efficient"),
-)
+OURS = (ATTENTION["flash_triton"], PORTABLE)
 
 
 def _shape(
@@ -47,6 +38,8 @@ def _shape(
 class Defaults:
     """What is measured."""
 
+    implementations: tuple[Implementation, ...]
+    compared: tuple[tuple[str, str], ...]  # (name, peer): columns of ratios
     shapes: tuple[AttentionShape, ...]
     duration: Duration
     title: str
@@ -54,6 +47,14 @@ class Defaults:
 
 DEFAULTS = {
     "cuda": Defaults(
+        (*OURS, *(ATTENTION[name] for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"))),
+        (
+            ("flash_triton", "sdpa_cudnn"),
+            ("flash_triton", "sdpa_flash"),
+            ("portable", "sdpa_cudnn"),
+            ("portable", "sdpa_flash"),
+            ("portable", "sdpa_efficient"),
+        ),
         (
             _shape(1, 16, 16384, 64),
             _shape(1, 16, 16384, 128),
@@ -68,6 +69,8 @@ DEFAULTS = {
         "FlashAttention-2 in Triton beside PyTorch's SDPA",
     ),
     "cpu": Defaults(
+        (ATTENTION["flash_pytorch"], *OURS, ATTENTION["sdpa"]),
+        (("flash_pytorch", "sdpa"), ("flash_triton", "sdpa"), ("portable", "sdpa")),
         (_shape(1, 2, 64, 16, torch.float32), _shape(1, 1, 32, 16, torch.float32, causal=False)),
         Duration(0, 5),
         "FlashAttention-2 in Triton beside PyTorch's SDPA on a CPU, short sequences (no GPU)",
@@ -106,7 +109,7 @@ def main(config: Config) -> None:
     console, rows = Console(), []
     for number in range(1, config.rounds + 1):
         sweep = Sweep(
-            implementations=IMPLEMENTATIONS,
+            implementations=defaults.implementations,
             shapes=defaults.shapes,
             passes=("forward", "forward_backward"),
             reference=ATTENTION["naive"].function,
@@ -115,11 +118,11 @@ def main(config: Config) -> None:
             variant=f"round {number}",
         )
         rows += sweep.run(config.out_jsonl, config.fresh and number == 1, console)
-    names = [each.name for each in IMPLEMENTATIONS]
+    names = [each.name for each in defaults.implementations]
     publish(
         rows,
-        lambda rows, notes: [rounds(rows, defaults.title, names, COMPARED, notes)],
-        IMPLEMENTATIONS,
+        lambda rows, notes: [rounds(rows, defaults.title, names, defaults.compared, notes)],
+        defaults.implementations,
         budget,
         device,
         config.out_jsonl,

@@ -83,7 +83,7 @@ def tile_from_text(text: str) -> Tile:
     Raises:
         ValueError: it wrote no such text.
     """
-    match = re.fullmatch(r"(\d+)x(\d+) (\d+)w (\d+)s g(\d+) (desc|ptr)(?: r(\d+))?", text)
+    match = re.fullmatch("{0}x{0} {0}w {0}s g{0} (desc|ptr)(?: r{0})?".format("([1-9][0-9]{0,3})"), text)
     if match is None:
         raise ValueError(f"{text!r} is no tile; one looks like '64x128 4w 2s g4 desc r168' or '64x64 4w 3s g8 ptr'")
     *numbers, fetched, registers = match.groups()

@@ -79,7 +79,7 @@ def read_user_table(path: Path | None) -> UserTable:
         if not os.environ.get(USER_TABLE_VARIABLE):
             return {}  # nobody asked for it: with HOME left at another user's, attention has to work
         raise UserTableError(f"{path} cannot be read: {error.strerror}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserTableError(
             f"{path} is no table of tiles: {error}; allowed is JSON as autotune.py writes it"
         ) from error
@@ -114,6 +114,9 @@ def read_user_table(path: Path | None) -> UserTable:
     }
 
 
+times_written = 0  # by this process: what was prepared for the tiles before is no longer what they say
+
+
 def write_user_table(path: Path, gpu: Gpu, d: int, dtype: torch.dtype, tiles: Mapping[str, Tile]) -> None:
     """Put tiles, by name of their kernel, into the user's table, where everything else stays.
 
@@ -129,6 +132,8 @@ def write_user_table(path: Path, gpu: Gpu, d: int, dtype: torch.dtype, tiles: Ma
         beside.replace(path)  # atomic: there is never half a table
     finally:
         beside.unlink(missing_ok=True)
+    global times_written
+    times_written += 1
     pick_tiles.cache_clear()
 
 

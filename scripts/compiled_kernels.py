@@ -20,8 +20,9 @@ from rich.console import Console
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.bench.entry import run_script
+from cs336_systems.bench.entry import require_output, run_script
 from cs336_systems.bench.report import Table
+from cs336_systems.bench.workload import require_at_least
 from cs336_systems.cubin import Usage, usage_of
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
@@ -53,6 +54,12 @@ class Config:
     """Also write the table here."""
     jobs: int = os.cpu_count() or 1
     """Processes that compile."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, "--jobs", self.jobs)
+        for d in self.head_dims:
+            if not 1 <= d <= 256:
+                raise ValueError(f"--head-dims has {d}; allowed are 1 to 256")
 
 
 @dataclass(frozen=True)
@@ -113,26 +120,30 @@ def compiled(entry: Entry) -> Usage | str:
     return usage_of(kernel)
 
 
-def entries(config: Config) -> list[Entry]:
-    """What the shipped tables choose; head dims that a GPU has no room for are left out."""
-    found = []
-    for name, dtype, d in product(config.gpus, config.dtypes, config.head_dims):
-        gpu = GPUS[name]
-        if dtype == "bfloat16" and gpu.capability < (8, 0):
-            dtype = "float16"
+def entries(config: Config) -> tuple[list[Entry], list[str]]:
+    """What the shipped tables choose; and why there is nothing for some head dims."""
+    found, refusals = [], []
+    wanted = [
+        (GPUS[name], "float16" if dtype == "bfloat16" and GPUS[name].capability < (8, 0) else dtype, d)
+        for name, dtype, d in product(config.gpus, config.dtypes, config.head_dims)
+    ]
+    for gpu, dtype, d in dict.fromkeys(wanted):
         try:
             tiles = shipped_tiles(gpu, d, DTYPES[dtype][1])
-        except ValueError:
+        except ValueError as error:
+            refusals.append(f"{gpu.name}, {dtype}, d = {d}: {error}.")
             continue
         found += [
             Entry(gpu, kernel.name, d, dtype, getattr(tiles, kernel.name), mask == "causal")
             for kernel, mask in product(KERNELS, config.masks)
         ]
-    return found
+    return found, refusals
 
 
 def main(config: Config) -> None:
-    console, chosen = Console(), entries(config)
+    if config.markdown is not None:
+        require_output(config.markdown)
+    console, (chosen, refusals) = Console(), entries(config)
     with ProcessPoolExecutor(config.jobs) as pool:
         results = list(pool.map(compiled, chosen))
     lines = []
@@ -150,12 +161,12 @@ def main(config: Config) -> None:
         TILE_METHOD,
         f"Compiled by Triton {triton.__version__} with its own ptxas, for contiguous tensors whose lengths are "
         "multiples of 16; nothing was run. Another version's figures differ, and so do those of other layouts.",
+        *refusals,
     ]
     headers = ["GPU", "target", "dtype", "d", "kernel", "mask", "tile", "registers", "stack bytes", "shared KiB"]
     table = Table("What Triton makes of every shipped tile", headers, lines, notes)
     table.print(console)
     if config.markdown is not None:
-        config.markdown.parent.mkdir(parents=True, exist_ok=True)
         config.markdown.write_text(table.to_markdown(), encoding="utf-8")
 
 

@@ -13,6 +13,8 @@ TENSORS = ("o", "L", "dq", "dk", "dv")
 
 
 def main(path: Path) -> None:
+    if not path.is_file():
+        sys.exit(f"error: there is no {path}; the property tests write it on a GPU")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     groups = defaultdict(list)
     for row in rows:

@@ -4,6 +4,7 @@ without: what scripts/sanitize.sh watches.
 uv run scripts/ragged_launches.py
 """
 
+import sys
 from itertools import product
 
 import torch
@@ -27,6 +28,8 @@ PROBLEMS = [
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("error: this needs a GPU, and there is none here")
     for (leading, n_queries, n_keys, d), dtype, is_causal in PROBLEMS:
         shapes = [(*leading, n, d) for n in (n_queries, n_keys, n_keys, n_queries)]
         contiguous = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]

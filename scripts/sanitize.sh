@@ -7,6 +7,10 @@
 # racecheck watches the portable kernels alone. In Hopper's own it takes the compiler's way of handing arguments to
 # warpgroups for a race, although a barrier stands between each write and read (runs/h200/accuracy/README.md).
 set -euo pipefail
+if ! command -v compute-sanitizer >/dev/null; then
+    echo "compute-sanitizer is not installed here; it comes with the CUDA toolkit" >&2
+    exit 2
+fi
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 

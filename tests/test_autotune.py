@@ -126,7 +126,14 @@ def test_tiles_in_words():
         assert tile_from_text(tile_text(tile)) == tile
     tile = Tile(64, 128, 4, 3, head_group=8, by_descriptor=True, max_registers=168)
     assert tile_text(tile) == "64x128 4w 3s g8 desc r168"
-    for text in ("", "64x64 4w 3s g8", "64x64 4w 3s g8 desc r", "64x64 4w 3s g8 desc r168 x"):
+    for text in (
+        "",
+        "64x64 4w 3s g8",
+        "64x64 4w 3s g8 desc r",
+        "64x64 4w 3s g8 desc r168 x",
+        "64x64 4w 3s g0 ptr",
+        "64x064 4w 3s g8 ptr",
+    ):
         with pytest.raises(ValueError, match=r"is no tile; one looks like '64x128 4w"):
             tile_from_text(text)
 

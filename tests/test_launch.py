@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems import launch, layouts
+from cs336_systems import launch, layouts, user_tiles
 from cs336_systems.kernels.tiles import HOPPER, KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
@@ -276,9 +276,20 @@ def test_what_is_prepared_does_not_grow_without_end(kernel, monkeypatch):
 
 def test_each_launch_is_reported(kernel):
     with launch.launched_kernels() as launched:
-        for _ in range(2):
+        launch.launch_forward(*drawn(), True, TILE)
+        with launch.launched_kernels() as inner:
             launch.launch_forward(*drawn(), True, TILE)
-    assert len(launched) == 2
+    assert (len(launched), len(inner)) == (2, 1)
+
+
+def test_a_table_that_is_written_counts_at_once(kernel, monkeypatch, tmp_path):
+    """Also for layouts that were launched before."""
+    monkeypatch.setattr(user_tiles, "times_written", user_tiles.times_written)
+    for _ in range(2):
+        launch.launch_forward(*drawn(), is_causal=True)
+    user_tiles.write_user_table(tmp_path / "tiles.json", Gpu("mocked", (9, 0), 227 * KIB), 16, torch.float16, {})
+    launch.launch_forward(*drawn(), is_causal=True)
+    assert [how for how, *_ in kernel.calls] == ["front end", "in C", "front end"]
 
 
 @pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])

@@ -26,6 +26,12 @@ def bounds(gpu: Gpu, chosen: Tiles, d: int, dtype: torch.dtype) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("d", [0, -1, 257, 512])
+def test_no_tiles_for_other_head_dims(d):
+    with pytest.raises(ValueError, match=f"the head dim is {d}; allowed are 1 to 256"):
+        tiles.shipped_tiles(tiles.GPUS["hopper"], d, torch.float16)
+
+
 @every_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 def test_every_choice_fits(gpu, dtype):

@@ -72,21 +72,31 @@ def limited(device: torch.device, gib: float | None) -> str | None:
     return f"{gib:g} GiB"
 
 
-def require_outputs(jsonl: Path, markdown: Path) -> None:
-    """Check where rows and tables are to go, and make the folders, before anything is measured.
+def require_output(path: Path) -> None:
+    """Check where a file is to go, and make its folder, before anything is measured.
 
     Raises:
-        ValueError: both to one file, one of them to a folder, or tables in place of rows.
+        ValueError: a folder, or a device.
         OSError: a folder cannot be made or written to.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a device'}; allowed is a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def require_outputs(jsonl: Path, markdown: Path) -> None:
+    """`require_output` for rows and tables.
+
+    Raises:
+        ValueError: both to one file, or tables in place of rows.
+        ValueError, OSError: as `require_output`.
     """
     if jsonl.resolve() == markdown.resolve():
         raise ValueError(f"--out-jsonl and --out-md are both {jsonl}; the tables would overwrite the rows")
     for path in (jsonl, markdown):
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'a device'}; allowed is a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(f"{path} cannot be written")
+        require_output(path)
     if markdown.exists() and markdown.read_bytes().startswith(ROW_BEGINS):
         raise ValueError(f"{markdown} holds rows of a benchmark; tables would overwrite them")
 

@@ -442,9 +442,12 @@ def shipped_tiles(gpu: Gpu, d: int, dtype: torch.dtype) -> Tiles:
     """What the shipped tables have for tensors (…, n, d) of `dtype` on `gpu`, cut to fit.
 
     Raises:
-        TypeError, ValueError: `gpu` cannot run the kernels in that dtype (`Gpu.check`), or has too little memory.
+        TypeError, ValueError: `gpu` cannot run the kernels in that dtype (`Gpu.check`), or has too little memory; d is
+            not one that there are kernels for.
     """
     gpu.check(dtype)
+    if not 1 <= d <= 256:
+        raise ValueError(f"the head dim is {d}; allowed are 1 to 256")
     return cut_to_fit(table_for(gpu)[dtype.itemsize, padded_head_dim(d)], gpu, d, dtype)
 
 
