@@ -247,7 +247,7 @@ class RotaryEmbedding(nn.Module):
         if context_length < 1:
             raise ValueError(f"the context length must be at least 1, got {context_length}")
         if d < 2 or d % 2 != 0:
-            raise ValueError(f"rotary embedding turns pairs: the size of its vectors must be even, got {d}")
+            raise ValueError(f"rotary embedding turns pairs: the size of its vectors must be above 0 and even, got {d}")
         if not 0 < theta < math.inf:
             raise ValueError(f"theta must be a number above 0, got {theta}")
         self.context_length, self.d, self.theta = context_length, d, theta

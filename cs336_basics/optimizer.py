@@ -56,6 +56,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
+                self.param_groups.pop()
                 raise TypeError(f"parameters must be of floating point numbers, got {parameter.dtype}")
 
     @overload

@@ -6,8 +6,8 @@
 GPUs differ from day to day and clocks within minutes: what counts is the ratio of times that were measured one right
 after the other. So every implementation is timed once a round, and the table has the ratios within the rounds.
 "portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Started again it goes
-on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU,
-the kernels only where Triton interprets them.
+on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU, the kernels only where
+Triton interprets them.
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,6 @@ from cs336_systems import user_tiles
 from cs336_systems.inputs import Keys, PerQuery, Queries
 from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim
 from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
-from cs336_systems.user_tiles import pick_tiles
 
 try:
     import triton
@@ -129,7 +128,7 @@ def tiles_for(x: Tensor) -> Tiles:
             f"FlashAttention2Triton needs tensors on a GPU, got {x.device}; CPU tensors run only in Triton's "
             "interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
         )
-    return _change(pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
+    return _change(user_tiles.pick_tiles(gpu_of(x.device), x.shape[-1], x.dtype))
 
 
 def strided(x: Float[Tensor, "... n d"], tile: object) -> "Strided":
@@ -147,12 +146,17 @@ def _in_key_tiles(x: Keys, tile: Tile) -> "TensorDescriptor | Strided":
 
 
 def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "TensorDescriptor | Strided":
-    """x as a descriptor, where the tile asks for that and the copy engine can read x, or else as a pointer."""
+    """x as a descriptor where there is one, or else as a pointer."""
+    return _described(x, tile_size, padded_head_dim(x.shape[-1]), tile) or strided(x, tile)
+
+
+def _described(x: Float[Tensor, "... n d"], rows: int, columns: int, tile: Tile) -> "TensorDescriptor | None":
+    """x in pieces of so many rows and columns, where the tile asks for that and the copy engine can read x."""
     strides = copyable_strides(x) if tile.by_descriptor else None
     if strides is None:
-        return strided(x, tile)
+        return None
     x = as_4d(x)
-    return TensorDescriptor(x, list(x.shape), list(strides), [1, 1, tile_size, padded_head_dim(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), list(strides), [1, 1, rows, columns])
 
 
 def address(x: Tensor, tile: object) -> Tensor:
@@ -161,12 +165,8 @@ def address(x: Tensor, tile: object) -> Tensor:
 
 
 def _per_query_in_tiles(x: PerQuery, tile: Tile) -> "TensorDescriptor | Tensor":
-    """L or delta as a descriptor of (batch, heads, 1, n_queries), on the same terms, or else as where it begins."""
-    x_rows = as_4d(x.unsqueeze(-2))
-    strides = copyable_strides(x_rows) if tile.by_descriptor else None
-    if strides is None:
-        return address(x, tile)
-    return TensorDescriptor(x_rows, list(x_rows.shape), list(strides), [1, 1, 1, tile.q_tile_size])
+    """L or delta as a descriptor of (batch, heads, 1, n_queries) where there is one, or else as where it begins."""
+    return _described(x.unsqueeze(-2), 1, tile.q_tile_size, tile) or address(x, tile)
 
 
 def _asked_precision(x: Tensor) -> str | None:

@@ -123,6 +123,7 @@ def write_user_table(path: Path, gpu: Gpu, d: int, dtype: torch.dtype, tiles: Ma
     Raises:
         UserTableError: there is a file, and it is broken. OSError: it cannot be written.
     """
+    global times_written
     table = read_user_table(path)
     table.setdefault(gpu.name, {}).setdefault(table_key(d, dtype), {}).update(tiles)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,6 @@ def write_user_table(path: Path, gpu: Gpu, d: int, dtype: torch.dtype, tiles: Ma
         beside.replace(path)  # atomic: there is never half a table
     finally:
         beside.unlink(missing_ok=True)
-    global times_written
     times_written += 1
     pick_tiles.cache_clear()
 

@@ -24,6 +24,7 @@ from cs336_systems.bench.entry import require_output, run_script
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.workload import require_at_least
 from cs336_systems.cubin import Usage, usage_of
+from cs336_systems.inputs import MAX_HEAD_DIM
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, Gpu, GpuClass, Tile, padded_head_dim, shipped_tiles
@@ -58,8 +59,8 @@ class Config:
     def __post_init__(self) -> None:
         require_at_least(1, "--jobs", self.jobs)
         for d in self.head_dims:
-            if not 1 <= d <= 256:
-                raise ValueError(f"--head-dims has {d}; allowed are 1 to 256")
+            if not 1 <= d <= MAX_HEAD_DIM:
+                raise ValueError(f"--head-dims has {d}; allowed are 1 to {MAX_HEAD_DIM}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -139,9 +139,10 @@ class Run:
         Raises:
             ValueError: it was written by a run with other settings, or by another program.
         """
+        foreign = "the checkpoint is none of this program's; --fresh starts over"
         theirs = state.get("settings")
         if not isinstance(theirs, dict) or not self.state().keys() <= state.keys():
-            raise ValueError("the checkpoint is none of this program's; --fresh starts over")
+            raise ValueError(foreign)
         if theirs != self.settings:
             differ = [
                 f"{name} {theirs.get(name)}, not {mine}"
@@ -153,13 +154,11 @@ class Run:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.losses = state["step"], state["losses"]
-            fits = 0 <= self.step <= self.settings["steps"] and [e["step"] for e in self.losses] == [
-                *range(1, self.step + 1)
-            ]
+            counted = [entry["step"] for entry in self.losses]
+            if self.step > self.settings["steps"] or counted != [*range(1, self.step + 1)] or self.step < 0:
+                raise ValueError(f"step {self.step}, {len(counted)} losses")
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ValueError("the checkpoint is none of this program's; --fresh starts over") from error
-        if not fits:
-            raise ValueError("the checkpoint is none of this program's; --fresh starts over")
+            raise ValueError(foreign) from error
 
 
 def make_model(config: Config, shape: Shape, attention: str) -> BasicsTransformerLM:
@@ -304,28 +303,13 @@ def write_losses(config: Config, run: Run, device: torch.device) -> Path:
     return path
 
 
-def read_losses(path: Path) -> dict[str, Any]:
-    """What `write_losses` wrote.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+def read_losses(path: Path) -> dict[str, Any] | None:
+    """What `write_losses` wrote; None where the file holds something else."""
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        if run["losses"] and run["settings"]["attention"] and run["gpu"]:
-            return run
+        return run if run["losses"] and run["settings"]["attention"] and run["gpu"] else None
     except (ValueError, TypeError, KeyError):
-        pass
-    raise ValueError(f"{path} holds no losses of this program")
-
-
-def losses_in(folder: Path) -> dict[Path, dict[str, Any]]:
-    """What `write_losses` wrote there, the latest last; other JSON files are passed over."""
-    found = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
-        with suppress(ValueError):
-            found[path] = read_losses(path)
-    return found
+        return None
 
 
 def draw_losses(folder: Path) -> tuple[Path, list[str]]:
@@ -335,9 +319,10 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
         The picture, and what was left out: runs that differ from the latest in more than the attention.
 
     Raises:
-        ValueError: `folder` has no losses.
+        ValueError: `folder` has no losses. Other JSON files are passed over.
     """
-    by_path = losses_in(folder)
+    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    by_path = {path: run for path in found if (run := read_losses(path))}
     paths = list(by_path)
     if not paths:
         raise ValueError(f"{folder} holds no losses; train first")

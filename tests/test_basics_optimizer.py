@@ -186,6 +186,13 @@ def test_options_that_no_step_could_take(options, error, said):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
+def test_a_group_that_is_refused_is_not_added():
+    optimizer = AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match=r"floating point numbers, got torch\.complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_learning_rate_may_be_a_tensor():
     left, right = (nn.Parameter(torch.ones(3)) for _ in range(2))
     for parameter, lr in ((left, 0.1), (right, torch.tensor(0.1, dtype=torch.float64))):

@@ -284,6 +284,28 @@ def test_bad_flags_are_named(flags, said, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_tables_are_written_before_they_are_printed(tmp_path, monkeypatch):
+    """So that a pipe that is closed early, as by head, costs none."""
+
+    def closed(table, console):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("cs336_systems.bench.report.Table.print", closed)
+    monkeypatch.setitem(benchmark.SIZES, "small", TINY)
+    flags = ["--context-length", "8", "--batch", "1", "--device", "cpu", "--passes", "forward", "--write-md"]
+    paths = ["--out-jsonl", str(tmp_path / "b.jsonl"), "--out-md", str(tmp_path / "b.md")]
+    with pytest.raises(BrokenPipeError):
+        benchmark.main(tyro.cli(benchmark.Config, args=[*flags, *paths]))
+    assert "small" in (tmp_path / "b.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="needs a device to write to")
+def test_a_device_is_no_file_for_rows(tmp_path):
+    config = tyro.cli(benchmark.Config, args=["--out-jsonl", "/dev/null", "--out-md", str(tmp_path / "b.md")])
+    with pytest.raises(ValueError, match="/dev/null is a device; allowed is a file"):
+        benchmark.main(config)
+
+
 @pytest.mark.parametrize("flags", [["--nvtx"], ["--memory-snapshot", "a.pickle"]])
 def test_what_is_looked_at_is_measured_anew(flags, tmp_path, monkeypatch):
     """Rows on record would be kept, so that there would be nothing to look at, and slower ones would be kept later."""

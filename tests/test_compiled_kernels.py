@@ -1,6 +1,8 @@
 """The report of registers, spills and shared memory, which needs Triton but no GPU."""
 
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
 from cs336_systems.tile_search import tile_from_text
 
-from .machine import TRITON_INSTALLED
+from .machine import NATIVE, TRITON_INSTALLED
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "compiled_kernels.py"
@@ -56,3 +58,38 @@ def test_entries_that_spill_nothing(tmp_path):
     for line in lines:
         registers, stack, shared = map(float, line[7:])
         assert 16 < registers <= 255 and stack == 0 and 0 < shared <= targets[line[1]], line
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
+def test_entries_are_listed_once_and_what_is_missing_is_said():
+    script = runpy.run_path(str(SCRIPT))
+    config = script["Config"](gpus=("turing",), head_dims=(256,), dtypes=("bfloat16", "float16", "float32"))
+    found, refusals = script["entries"](config)
+    assert [(entry.kernel, entry.dtype) for entry in found] == [
+        (kernel, "float16") for kernel in ("forward", "dk_dv", "dq") for _ in config.masks
+    ]
+    assert len(refusals) == 1 and refusals[0].startswith("Turing, float32, d = 256: Turing has 65536 bytes")
+    for d in (0, 257):
+        with pytest.raises(ValueError, match=f"--head-dims has {d}; allowed are 1 to 256"):
+            script["Config"](head_dims=(d,))
+    with pytest.raises(ValueError, match="--jobs is 0; allowed is at least 1"):
+        script["Config"](jobs=0)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["python", "ragged_launches.py"], "error: this needs a GPU, and there is none here"),
+        (["python", "error_ratios.py", "missing.jsonl"], "error: there is no missing.jsonl"),
+        (["bash", "sanitize.sh"], "compute-sanitizer is not installed here"),
+    ],
+)
+def test_scripts_say_in_one_line_what_they_lack(command, said):
+    if NATIVE or shutil.which("compute-sanitizer") or not shutil.which("bash"):
+        pytest.skip("it is all here, or there is no bash")
+    interpreter, script, *arguments = command
+    program = sys.executable if interpreter == "python" else interpreter
+    command = [program, str(SCRIPT.with_name(script)), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0 and said in done.stderr and len(done.stderr.splitlines()) == 1

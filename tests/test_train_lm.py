@@ -216,6 +216,12 @@ def test_what_cannot_be_trained_costs_no_checkpoint(flags, said, train, tmp_path
     assert (tmp_path / "naive.pt").exists()
 
 
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path):
+    (tmp_path / "a.pt.new").write_bytes(b"half of it")
+    save_checkpoint(tmp_path / "a.pt", {"settings": {}, "step": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_a_checkpoint_of_another_program_is_refused(train, tmp_path):
     for state in ({"settings": 5}, {"step": 1}):
         save_checkpoint(tmp_path / "naive.pt", state)

@@ -123,3 +123,10 @@ def test_where_the_users_table_is(tmp_path, monkeypatch):
     assert user_table_path() == tmp_path / "mine.json"
     monkeypatch.delenv("CS336_TILES")
     assert user_table_path() == tmp_path / ".config/cs336_systems/tiles.json"
+
+
+def test_a_table_too_deep_to_read_is_named(tmp_path):
+    path = tmp_path / "tiles.json"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(UserTableError, match=r"tiles\.json is no table of tiles"):
+        read_user_table(path)

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from cs336_systems.inputs import MAX_HEAD_DIM
+
 KIB = 1024
 SMALLEST_TILE_SIZE = 16
 
@@ -446,8 +448,8 @@ def shipped_tiles(gpu: Gpu, d: int, dtype: torch.dtype) -> Tiles:
             not one that there are kernels for.
     """
     gpu.check(dtype)
-    if not 1 <= d <= 256:
-        raise ValueError(f"the head dim is {d}; allowed are 1 to 256")
+    if not 1 <= d <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dim is {d}; allowed are 1 to {MAX_HEAD_DIM}")
     return cut_to_fit(table_for(gpu)[dtype.itemsize, padded_head_dim(d)], gpu, d, dtype)
 
 
