@@ -314,7 +314,7 @@ def _launch_first(
         "IS_CAUSAL": is_causal,
         "INPUT_PRECISION": _input_precision(first),
         "BASE_2": is_half,
-        **tile.constants(),
+        **tile.constants(is_causal),
         **kernel.flags,
     }
     function = kernel.function()

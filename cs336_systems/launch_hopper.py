@@ -122,7 +122,7 @@ def _forward_tile(q: Queries, is_causal: bool) -> HopperForward:
 
 def _backward_tile(q: Queries, is_causal: bool) -> HopperBackward:
     width = padded_head_dim(q.shape[-1])
-    return HOPPER_OWN[width].backward_for(q.shape[-2], width, is_causal)
+    return HOPPER_OWN[width].backward_for(q.shape[-2], width)
 
 
 FORWARD = KernelCall(

@@ -50,8 +50,8 @@ CHECK_LENGTHS = (336, 304)
 CHECK_BATCH = 2
 
 TILE_METHOD = (
-    "A tile is q x k rows, warps, stages of the pipeline, heads side by side (g), tiles fetched by descriptor or "
-    "pointers, and the registers that a thread is held to (r), if it is."
+    "A tile is q x k rows, warps, stages of the pipeline, heads side by side where causal (g), tiles fetched by "
+    "descriptor or pointers, and the registers that a thread is held to (r), if it is."
 )
 CANDIDATE_METHOD = (
     "Tried: what the tables have, and tiles that fit into shared memory (--quick: some of them). Left out: one stage "
@@ -195,8 +195,9 @@ def candidates(
     has_pipeline = gpu.capability >= (8, 0)
     descriptors = gpu.capability >= (9, 0) and shape.d * shape.dtype.itemsize % 16 == 0
     head_groups = where.head_groups or dict.fromkeys(tile.head_group for tile in always)
-    # A group of more heads than there are is all of them, and so is the next larger one.
-    head_groups = [group for group in head_groups if group <= shape.batch * shape.heads] or list(head_groups)[:1]
+    # A group of more heads than there are is all of them, and so is the next larger one. Without a mask none is made.
+    most = shape.batch * shape.heads if shape.causal else 1
+    head_groups = [group for group in head_groups if group <= most] or list(head_groups)[:1]
 
     def fits(tile: Tile) -> bool:
         return shared_memory_bound(needs, tile, width, shape.dtype, gpu) <= gpu.shared_memory

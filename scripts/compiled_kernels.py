@@ -86,7 +86,7 @@ def source(entry: Entry) -> ASTSource:
         "BASE_2": dtype.itemsize == 2,
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
         "WANTS_DQ": True,
-        **tile.constants(),
+        **tile.constants(entry.is_causal),
     }
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = FUNCTIONS[entry.kernel]

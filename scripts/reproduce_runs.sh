@@ -73,9 +73,11 @@ model() { # all sizes at a short context, the smaller ones at longer contexts as
             --attention sdpa --passes training_step "${to[@]}"
     done
 }
-training() { # from one seed: two curves that have to lie on one another
+training() { # from one seed: two curves that have to lie on one another, and two that rounding drives apart
     for attention in naive flash_triton; do
         $run scripts/train_lm.py --attention $attention --amp bf16 --out-dir "$out/training"
+        $run scripts/train_lm.py --attention $attention --amp bf16 --learning-rate 1e-3 \
+            --out-dir "$out/training_high_rate"
     done
 }
 compiled() { # needs no GPU

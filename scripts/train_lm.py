@@ -68,7 +68,7 @@ class Config:
     """Bytes in a sequence; by default 1024, on a CPU 64."""
     batch: int | None = None
     """Sequences in a batch; by default 16, on a CPU 4."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     """The highest; it rises over the first tenth of the steps and falls to a tenth of it along a cosine."""
     max_gradient_norm: float = 1.0
     """To which gradients are clipped."""

@@ -119,6 +119,8 @@ def test_descriptors_are_tried_where_they_work(gpu, d, fetched):
 def test_a_group_of_heads_is_no_larger_than_the_heads():
     one_head = candidates("forward", replace(LEADERBOARD, heads=1), H200)
     assert {tile.head_group for tile in one_head} == {4}
+    unmasked = candidates("forward", replace(LEADERBOARD, causal=False), H200)
+    assert {tile.head_group for tile in unmasked} == {4}, "the launch takes one head after another, whatever it says"
 
 
 def test_tiles_in_words():

@@ -186,16 +186,14 @@ def test_few_queries_go_in_shorter_tiles(batch_heads, n, is_causal, few):
 
 
 @pytest.mark.parametrize(
-    ("n", "width", "is_causal", "group"),
-    [
-        (1, 64, True, 4), (8192, 64, True, 4), (8193, 64, True, 2), (16384, 64, True, 2),
-        (65536, 64, True, 1), (4096, 128, True, 4), (8192, 128, True, 2), (4096, 128, False, 1), (1, 64, False, 1),
-    ],
-)  # fmt: skip
-def test_heads_of_a_group_fit_into_l2(n, width, is_causal, group):
+    ("n", "width", "group"),
+    [(1, 64, 4), (8192, 64, 4), (8193, 64, 2), (65536, 64, 2), (4096, 128, 4), (8192, 128, 2), (16384, 128, 2)],
+)
+def test_heads_of_a_group_fit_into_l2(n, width, group):
     expected = replace(HOPPER_OWN[width].backward, head_group=group)
-    assert HOPPER_OWN[width].backward_for(n, width, is_causal) == expected
-    assert launch_hopper._backward_tile(torch.empty(2, n, width, device="meta"), is_causal) == expected
+    assert HOPPER_OWN[width].backward_for(n, width) == expected
+    assert launch_hopper._backward_tile(torch.empty(2, n, width, device="meta"), True) == expected
+    assert expected.constants(True)["HEAD_GROUP"] == group and expected.constants(False)["HEAD_GROUP"] == 1
 
 
 @needs_triton

@@ -316,7 +316,7 @@ def test_loss_falls(train, tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_refused(train, tmp_path):
     train(tmp_path, "--attention", "naive", "--stop-after", "1")
-    with pytest.raises(ValueError, match=r"a run with learning_rate 0\.001, not 0\.5; --fresh starts over"):
+    with pytest.raises(ValueError, match=r"a run with learning_rate 0\.0003, not 0\.5; --fresh starts over"):
         train(tmp_path, "--attention", "naive", "--learning-rate", "0.5")
 
 
