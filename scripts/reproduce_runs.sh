@@ -73,11 +73,12 @@ model() { # all sizes at a short context, the smaller ones at longer contexts as
             --attention sdpa --passes training_step "${to[@]}"
     done
 }
-training() { # from one seed: two curves that have to lie on one another, and two that rounding drives apart
+training() { # from one seed two curves that have to lie on one another, at three learning rates
     for attention in naive flash_triton; do
-        $run scripts/train_lm.py --attention $attention --amp bf16 --out-dir "$out/training"
-        $run scripts/train_lm.py --attention $attention --amp bf16 --learning-rate 1e-3 \
-            --out-dir "$out/training_high_rate"
+        local of=(--attention $attention --amp bf16)
+        $run scripts/train_lm.py "${of[@]}" --out-dir "$out/training"
+        $run scripts/train_lm.py "${of[@]}" --learning-rate 2e-4 --out-dir "$out/training_low_rate"
+        $run scripts/train_lm.py "${of[@]}" --learning-rate 1e-3 --out-dir "$out/training_high_rate"
     done
 }
 compiled() { # needs no GPU

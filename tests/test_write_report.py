@@ -259,7 +259,7 @@ def test_the_worst_moment_is_that_of_the_workload(dtype):
 def curve(path: Path, losses: list[float], **settings: object) -> None:
     entries = [{"step": i, "loss": loss, "validation_loss": loss} for i, loss in enumerate(losses, start=1)]
     shape = {"num_layers": 6, "d_model": 512, "num_heads": 8, "context_length": 1024, "batch": 16}
-    common = {"steps": len(losses), "seed": 0, "amp": "bf16", "attention": path.stem}
+    common = {"steps": len(losses), "seed": 0, "amp": "bf16", "attention": path.stem, "learning_rate": 3e-4}
     environment = {name: getattr(row(), name) for name in Environment.__dataclass_fields__}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"settings": shape | common | settings, **environment, "losses": entries}))
@@ -458,10 +458,11 @@ def test_parts_that_were_not_measured_say_so(tmp_path):
     assert "the GPU is full at all" not in written.render(tmp_path, NAMES), "a step cut short is none"
     for path in ("model/metrics.jsonl", "training/flash_triton.json", "autotune/d128.jsonl", "growth/metrics.jsonl"):
         (tmp_path / path).unlink()
+    (tmp_path / "training/naive.json").unlink()
     report = written.render(tmp_path, NAMES)
     assert report.count("\nNot measured yet.\n") == 2
     assert "[`autotune/d64.md`](autotune/d64.md).\n" in report
-    assert not re.search(r"d128\.|model/|training/|growth/", report)
+    assert not re.search(r"d128\.|model/|training\w*/|growth/", report)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
