@@ -1,7 +1,8 @@
 """FlashAttention-2 on Triton kernels: argument checks, the kernels as custom ops, and the autograd Function.
 
 The way of a call: `FlashAttention2Triton.apply` -> `launch` or `launch_hopper` -> the kernel. Under torch.compile, and
-wherever else somebody looks on (`_op_or_launch`), the launch is wrapped in a custom op, one opaque node of the graph.
+wherever else somebody looks on (see `_as_kernels_take`), the launch is wrapped in a custom op, one opaque node of the
+graph.
 """
 
 import math
@@ -21,19 +22,16 @@ from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled
 from cs336_systems.layouts import empty_output_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PLAIN_TYPES = frozenset((Tensor, Parameter, bool))  # of arguments that need no dispatch
+PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
-def _launch_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
+def _launch_forward(launches, q, k, v, is_causal, hopper):
     """o and L, by Hopper's own kernel where one is wanted and applies."""
     kernels = launch_hopper if hopper and launch_hopper.applies(q, k) else launch
-    return kernels.launch_forward(q, k, v, is_causal)
+    return kernels.launch_forward(q, k, v, is_causal, launches=launches)
 
 
-def _launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
-    wants_dk_dv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _launch_backward(launches, q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     """dq, dk and dv; in place of dq, or of dk and dv, where nobody wants them, empty tensors.
 
     Hopper's own kernel makes all at once, and not the same bits each time: where only some are wanted, or PyTorch was
@@ -41,15 +39,18 @@ def _launch_backward(
     """
     all_at_once = hopper and wants_dq and wants_dk_dv and not torch.are_deterministic_algorithms_enabled()
     if all_at_once and launch_hopper.applies(q, k):
-        return launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal)
-    return launch.launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv)
+        return launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal, launches=launches)
+    return launch.launch_backward(q, k, v, o, dO, L, is_causal, wants_dq, wants_dk_dv, launches=launches)
 
 
-def _fake_forward(q, k, v, is_causal, hopper):
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, hopper: bool) -> tuple[Tensor, Tensor]:
     return empty_outputs(q)
 
 
-def _fake_backward(q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, L: Tensor, is_causal: bool, hopper: bool, wants_dq: bool,
+    wants_dk_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq = empty_output_like(q) if wants_dq else q.new_empty(0)
     return (dq, empty_output_like(k), empty_output_like(v)) if wants_dk_dv else (dq, k.new_empty(0), v.new_empty(0))
 
@@ -65,20 +66,21 @@ def _backward_flops(q_shape, k_shape, *_, **options):
     return _forward_flops(q_shape, k_shape) * 5 // 2
 
 
-def _by_name(function: FunctionType) -> Callable[..., Any]:
+def _by_name(function: FunctionType, *first: object) -> Callable[..., Any]:
     """What calls the function of that name: an op outlives a reload of this module, the function does not."""
-    return lambda *arguments: globals()[function.__name__](*arguments)
+    return lambda *arguments: globals()[function.__name__](*first, *arguments)
 
 
 def _define_op(name: str, launch: FunctionType, fake: FunctionType, flops: FunctionType) -> None:
-    """cs336_systems::name is `launch`. (`torch.library.custom_op` does more on each call, and takes twice as long.)
+    """cs336_systems::name is `launch`, without `launches`. (`torch.library.custom_op` does more on each call, and takes
+    twice as long.)
 
     Args:
-        fake: makes empty tensors in place of the launch's results.
+        fake: makes empty tensors in place of the launch's results. The op takes what it takes.
         flops: counts its operations for PyTorch's FlopCounterMode.
     """
-    _library.define(name + torch.library.infer_schema(launch, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _by_name(launch), "CompositeExplicitAutograd")
+    _library.define(name + torch.library.infer_schema(fake, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _by_name(launch, None), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cs336_systems::{name}", _by_name(fake), lib=_library)
     register_flop_formula(getattr(torch.ops.cs336_systems, name))(flops)
 
@@ -91,22 +93,34 @@ _forward_op = torch.ops.cs336_systems.flash_forward.default
 _backward_op = torch.ops.cs336_systems.flash_backward.default
 
 
-def _op_or_launch(op: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
-    """`direct`, as the opaque `op` wherever somebody looks on: under torch.compile, in dispatch modes, for tensors that
-    are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
+def _as_kernels_take(
+    right: Callable[..., tuple[Tensor, ...]], is_causal: bool, *inputs: Tensor
+) -> tuple[tuple[Tensor, ...], launch.Launches | None]:
+    """`inputs` as the kernels take them, and their launches.
+
+    These are None wherever somebody looks on and has to see an op: under torch.compile, in dispatch modes, for tensors
+    that are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
+
+    Args:
+        right: checks inputs and copies what the kernels could not read; not asked for what is like inputs before.
     """
+    looked_on = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if looked_on or type(is_causal) is not bool or not PLAIN_TYPES.issuperset(map(type, inputs)) or inputs[0].is_meta:
+        return right(*inputs), None
+    launches = launch.admitted_launches(is_causal, *inputs)
+    if launches is None:
+        inputs = right(*inputs)
+        launches = launch.admit(is_causal, *inputs)
+    return inputs, launches
 
-    def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-            return op(*arguments)
-        plain = PLAIN_TYPES.issuperset(map(type, arguments)) and not arguments[0].is_meta
-        return (direct if plain else op)(*arguments)
 
-    return call
-
-
-_forward = _op_or_launch(_forward_op, _launch_forward)
-_backward = _op_or_launch(_backward_op, _launch_backward)
+def _run(
+    op: Callable[..., Any], direct: Callable[..., Any], launches: launch.Launches | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """`direct`, or `op` where there are no launches, or where Dynamo traces what comes after a break of its graph."""
+    if launches is None or torch.compiler.is_compiling():
+        return op(*arguments)
+    return direct(launches, *arguments)
 
 
 class FlashAttention2Triton(torch.autograd.Function):
@@ -132,9 +146,13 @@ class FlashAttention2Triton(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, hopper=True):
         if not isinstance(hopper, bool):
             raise TypeError(f"hopper must be True or False, got {hopper!r}")
-        refuse_repeated_when_compiled(q, k, v)
-        q, k, v = map(readable, attention_inputs(q, k, v, is_causal, DTYPES))
-        o, L = _forward(q, k, v, is_causal, hopper)
+
+        def right(q, k, v):
+            refuse_repeated_when_compiled(q, k, v)
+            return tuple(map(readable, attention_inputs(q, k, v, is_causal, DTYPES)))
+
+        (q, k, v), launches = _as_kernels_take(right, is_causal, q, k, v)
+        o, L = _run(_forward_op, _launch_forward, launches, q, k, v, is_causal, hopper)
         ctx.save_for_backward(q, k, v, o, L)
         ctx.is_causal, ctx.hopper = is_causal, hopper
         return o
@@ -142,11 +160,13 @@ class FlashAttention2Triton(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dO):
+
+        def right(q, k, v, o, dO, L):  # a hook on saved tensors may have given them other strides
+            return (*map(readable, (q, k, v, o, dO)), L.resolve_neg().contiguous())
+
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
-        # A hook on saved tensors may have given them other strides.
-        q, k, v, o, dO = map(readable, (q, k, v, o, dO))
-        L = L.resolve_neg().contiguous()
+        tensors, launches = _as_kernels_take(right, ctx.is_causal, q, k, v, o, dO, L)
         rest = ctx.is_causal, ctx.hopper, needs_dq, needs_dk or needs_dv
-        dq, dk, dv = _backward(q, k, v, o, dO, L, *rest)
+        dq, dk, dv = _run(_backward_op, _launch_backward, launches, *tensors, *rest)
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None, None

@@ -220,7 +220,7 @@ class KernelCall:
     copies: bool = False  # whether it has to have inputs that the copy engine can read
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Launches:
     """What the launches of one pass have in common, and what the first of each kernel left behind.
 
@@ -230,26 +230,50 @@ class Launches:
     is_causal: bool
     tile: AnyTile | None  # None for each kernel's own
     prepared: dict[KernelCall, "Prepared"] = field(default_factory=dict)
+    are_admitted: bool = False  # whether inputs like these have been found right, as they are
 
 
 _launches: dict[tuple[object, ...], Launches] = {}
 MOST_LAUNCHES = 4096  # after which all are forgotten: lengths may never repeat
 
 
-def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Launches:
-    """The launches for inputs like these, all on one device.
-
-    Alike is all that Triton compiles for, and all that a kernel's arguments depend on, but addresses.
+def _likeness(is_causal: bool, tile: AnyTile | None, inputs: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """Equal for inputs that are alike: in all that Triton compiles for, that a kernel's arguments depend on, but
+    addresses, and that is asked of inputs before a launch.
     """
-    layouts = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in inputs]
+    first = inputs[0]
     chosen_by = (tile, _change, user_tiles.times_written)
-    key = (is_causal, chosen_by, _asked_precision(inputs[0]), inputs[0].device, *layouts)
+    where = "cuda" if first.is_cuda else "cpu"  # the type of its device takes longer to tell
+    cast_to = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    layouts = [(x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.is_neg()) for x in inputs]
+    return is_causal, chosen_by, _asked_precision(first), cast_to, *layouts
+
+
+def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Launches:
+    """The launches for inputs like these, all on one device."""
+    key = _likeness(is_causal, tile, inputs)
     launches = _launches.get(key)
     if launches is None:
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
         launches = _launches[key] = Launches(is_causal, tile)
     return launches
+
+
+def admit(is_causal: bool, *inputs: Tensor) -> Launches:
+    """The launches for inputs like these, from now on without another look: they were found right, as they are."""
+    launches = launches_for(is_causal, None, *inputs)
+    launches.are_admitted = True
+    return launches
+
+
+def admitted_launches(is_causal: bool, *inputs: Tensor) -> Launches | None:
+    """The launches for inputs like these, where such were admitted before."""
+    try:
+        launches = _launches.get(_likeness(is_causal, None, inputs))
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return None
+    return launches if launches is not None and launches.are_admitted else None
 
 
 def launch_kernel(
@@ -334,7 +358,8 @@ def _launch_first(
 
 
 # All but `launch_backward` take a tile, for tests and tuning; without one `tiles_for` chooses, and what it raises is
-# raised. Those of one pass may share their `launches`. Past MAX_PROGRAMS programs each raises ValueError.
+# raised. Those of one pass may share their `launches`, which are found where none are given. Past MAX_PROGRAMS programs
+# each raises ValueError.
 
 _QKV = (_in_query_tiles, _in_key_tiles, _in_key_tiles)
 
@@ -358,10 +383,12 @@ _DK_DV = KernelCall(
 )
 
 
-def launch_forward(q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None) -> tuple[Queries, PerQuery]:
+def launch_forward(
+    q: Queries, k: Keys, v: Keys, is_causal: bool, tile: Tile | None = None, *, launches: Launches | None = None
+) -> tuple[Queries, PerQuery]:
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(_FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
+    launch_kernel(_FORWARD, launches or launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
     return o, L
 
 
@@ -394,10 +421,10 @@ def launch_dk_dv(
 
 def launch_backward(
     q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool, wants_dq: bool,
-    wants_dk_dv: bool,
+    wants_dk_dv: bool, *, launches: Launches | None = None,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv; an empty tensor in place of each that nobody wants."""
-    launches = launches_for(is_causal, None, q, k, v, o, dO, L)
+    launches = launches or launches_for(is_causal, None, q, k, v, o, dO, L)
     dq, L_base, delta = launch_dq(q, k, v, o, dO, L, is_causal, wants_dq, launches=launches)
     if not wants_dk_dv:
         return dq, k.new_empty(0), v.new_empty(0)

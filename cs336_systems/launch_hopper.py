@@ -156,11 +156,12 @@ _POSTPROCESS = KernelCall(
 
 
 def launch_forward(
-    q: Queries, k: Keys, v: Keys, is_causal: bool, tile: HopperForward | None = None
-) -> tuple[Queries, PerQuery]:
+    q: Queries, k: Keys, v: Keys, is_causal: bool, tile: HopperForward | None = None,
+    *, launches: Launches | None = None,
+) -> tuple[Queries, PerQuery]:  # fmt: skip
     """Algorithm 1: o in the dtype of q, and L in float32 (natural logarithm)."""
     o, L = empty_outputs(q)
-    launch_kernel(FORWARD, launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
+    launch_kernel(FORWARD, launches or launches_for(is_causal, tile, q, k, v), (q, k, v), (o, L))
     return o, L
 
 
@@ -175,10 +176,10 @@ def preprocess(o: Queries, dO: Queries, L: PerQuery, launches: Launches) -> tupl
 
 def launch_backward(
     q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery, is_causal: bool,
-    tile: HopperBackward | None = None,
+    tile: HopperBackward | None = None, *, launches: Launches | None = None,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Algorithm 2: dq, dk and dv. dq is summed in no fixed order."""
-    launches = launches_for(is_causal, tile, q, k, v, o, dO, L)
+    launches = launches or launches_for(is_causal, tile, q, k, v, o, dO, L)
     dq, dk, dv = map(empty_output_like, (q, k, v))
     parts, dq_sum = preprocess(o, dO, L, launches)
     launch_kernel(BACKWARD[padded_head_dim(q.shape[-1])], launches, (q, k, v, dO, parts, dq_sum), (dk, dv))

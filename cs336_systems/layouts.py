@@ -42,7 +42,7 @@ def empty_output_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
 
 def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
     """Uninitialised o and L (float32) for the queries q."""
-    return empty_output_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return empty_output_like(q), q.new_empty(tuple(q.shape[:-1]), dtype=torch.float32)  # a torch.Size takes longer
 
 
 def copyable_strides(x: Float[Tensor, "... n d"]) -> tuple[int, ...] | None:

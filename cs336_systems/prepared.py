@@ -10,7 +10,7 @@ What is used of Triton has no documentation, and is that of version 3.6: `launch
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,18 +43,18 @@ class Prepared:
 
     def launch(self, *tensors: Tensor) -> None:
         """Run the kernel on the tensors' device."""
-        if cast(Any, driver.active).get_current_device() == self.device:
-            self._launch_there(tensors)
+        gpu: Any = driver.active
+        if gpu.get_current_device() == self.device:
+            self._launch_there(tensors, gpu.get_current_stream(self.device))
         else:
             with torch.cuda.device(self.device):
-                self._launch_there(tensors)
+                self._launch_there(tensors, gpu.get_current_stream(self.device))
 
-    def _launch_there(self, tensors: tuple[Tensor, ...]) -> None:
+    def _launch_there(self, tensors: tuple[Tensor, ...], stream: Any) -> None:
         """As `launch`, for tensors on the current device."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
         arguments = self.arguments_at.get(addresses) or self._fill(addresses, tensors)
         compiled, runtime = self.compiled, knobs.runtime
-        stream = cast(Any, driver.active).get_current_stream(self.device)
         metadata_and_hooks = None, None, None
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler looks on
             metadata = compiled.launch_metadata((self.n_programs, 1, 1), stream)

@@ -111,14 +111,14 @@ def test_who_computes_what(monkeypatch, hopper, wanted, deterministic, own):
     used = []
 
     def stand_in(name, portable):
-        def launched(*arguments):
+        def launched(*arguments, **options):
             used.append(name)
-            return portable(*arguments)
+            return portable(*arguments, **options)
 
         return launched
 
-    def backward(*arguments):
-        return launch.launch_backward(*arguments, True, True)
+    def backward(*arguments, **options):
+        return launch.launch_backward(*arguments, True, True, **options)
 
     monkeypatch.setattr(launch_hopper, "applies", lambda q, k: True)
     monkeypatch.setattr(launch_hopper, "launch_forward", stand_in("forward", launch.launch_forward))

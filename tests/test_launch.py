@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems import launch, layouts, user_tiles
+from cs336_systems import flash_triton, launch, layouts, user_tiles
 from cs336_systems.kernels.tiles import HOPPER, KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
@@ -307,3 +308,80 @@ def test_again_is_as_the_first_time(is_causal, layout):
     launch._launches.clear()
     anew = run_attention(apply, inputs, is_causal)
     assert all(torch.equal(getattr(again, name), getattr(anew, name)) for name in TENSORS)
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is checked from now on."""
+    checked: list[Any] = []
+    check = flash_triton.attention_inputs
+
+    def counted(*inputs):
+        checked.append(inputs)
+        return check(*inputs)
+
+    monkeypatch.setattr(flash_triton, "attention_inputs", counted)
+    monkeypatch.setattr(launch, "_launches", {})
+    return checked
+
+
+def test_inputs_are_checked_once_for_each_layout(monkeypatch):
+    checked = looked_at(monkeypatch)
+    apply = flash_function("triton")
+    for shape, times in ((SHAPE, 1), (SHAPE, 1), ((1, 3, 20, 16), 2), (SHAPE, 2)):
+        q, k, v = (x.requires_grad_() for x in drawn(shape))
+        o = apply(q, k, v, True)
+        o.backward(torch.ones_like(o))
+        assert len(checked) == times
+    apply(*drawn(), False)
+    assert len(checked) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda q, k, v: (q, k, v, 1), "is_causal must be True or False, got 1"),
+        (lambda q, k, v: (q, k, v, True, 1), "hopper must be True or False, got 1"),
+        (lambda q, k, v: (q, k, v.float(), True), "must have one dtype"),
+        (lambda q, k, v: (q, k.to("meta"), v, True), "must be on one device"),
+        (lambda q, k, v: (q, k[:1], v[:1], True), "the same leading dimensions"),
+        (lambda q, k, v: (q, k[..., :8, :], v, True), "k and v must have the same shape"),
+        (lambda q, k, v: (q, k.to_sparse(), v, True), "k must be a dense tensor, got torch.sparse_coo"),
+        (lambda q, k, v: (q, k, [v], True), "v must be a tensor, got list"),
+    ],
+    ids=["integer", "switch", "dtype", "device", "heads", "lengths", "sparse", "list"],
+)
+def test_nothing_else_gets_in_with_what_was_admitted(change, error, monkeypatch):
+    looked_at(monkeypatch)
+    q, k, v = drawn()
+    for _ in range(2):
+        flash_function("triton")(q, k, v, True)
+    with pytest.raises((TypeError, ValueError), match=error):
+        flash_function("triton")(*change(q, k, v))
+
+
+def test_what_was_admitted_is_still_cast_and_negated(monkeypatch):
+    looked_at(monkeypatch)
+    apply = flash_function("triton")
+    q, k, v = drawn(dtype=torch.float32)
+    for _ in range(2):
+        apply(q, k, v, True)
+        with torch.autocast(DEVICE.type, torch.float16):
+            assert apply(q, k, v, True).dtype == torch.float16
+        assert apply(q, k, v, True).dtype == torch.float32
+        assert torch.equal(apply(torch._neg_view(-q), k, v, True), apply(q, k, v, True))
+    asked = []
+    monkeypatch.setattr(flash_triton, "attention_inputs", lambda *inputs: asked.append(inputs) or inputs[:3])
+    q, k, v = drawn()
+    for dtype, times in ((torch.float16, 0), (torch.bfloat16, 1)):
+        with torch.autocast(DEVICE.type, dtype):
+            apply(q, k, v, True)
+        assert len(asked) == times, "what autocast leaves as it is in one dtype is cast in another"
+
+
+def test_a_call_under_a_dispatch_mode_is_an_op_whatever_was_admitted(monkeypatch):
+    looked_at(monkeypatch)
+    q, k, v = drawn()
+    flash_function("triton")(q, k, v, True)
+    with FlopCounterMode(display=False) as counter:
+        flash_function("triton")(q, k, v, True)
+    assert counter.get_total_flops() == 4 * 2 * 3 * 40 * 40 * 16
