@@ -1,10 +1,11 @@
 """FlashAttention-2 in Triton beside PyTorch's SDPA, in turns, at the shapes that the kernels are judged by.
 
     uv run cs336_systems/bench_flash_peers.py
-    uv run cs336_systems/bench_flash_peers.py --rounds 5 --rep 300 --fresh
+    uv run cs336_systems/bench_flash_peers.py --rounds 15 --rep 200 --fresh
 
 GPUs differ from day to day and clocks within minutes: what counts is the ratio of times that were measured one right
-after the other. So every implementation is timed once a round, and the table has the ratios within the rounds.
+after the other. So every implementation is timed once a round, and the table has the ratios within the rounds: many
+short ones, since what disturbs a shared machine lasts longer than one of them.
 "portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Started again it goes
 on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU, the kernels only where
 Triton interprets them.
@@ -65,7 +66,7 @@ DEFAULTS = {
             _shape(4, 16, 4096, 128, causal=False),
             _shape(1, 16, 4096, 64, torch.float32),
         ),
-        Duration(50, 200),
+        Duration(20, 80),
         "FlashAttention-2 in Triton beside PyTorch's SDPA",
     ),
     "cpu": Defaults(
@@ -82,12 +83,12 @@ DEFAULTS = {
 class Config:
     """The command line. What is None depends on the machine (see DEFAULTS)."""
 
-    rounds: int = 3
+    rounds: int = 7
     """How often each implementation is timed, in turns."""
     warmup: int | None = None
-    """Milliseconds of passes before those that are timed; by default 50, on a CPU 0."""
+    """Milliseconds of passes before those that are timed; by default 20, on a CPU 0."""
     rep: int | None = None
-    """Milliseconds of timed passes; by default 200, on a CPU 5. Rows on record stay; --fresh measures them again."""
+    """Milliseconds of timed passes; by default 80, on a CPU 5. Rows on record stay; --fresh measures them again."""
     device: str | None = None
     """By default the GPU if there is one."""
     out_jsonl: Path = Path("runs/flash_peers.jsonl")
