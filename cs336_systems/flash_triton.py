@@ -37,6 +37,8 @@ def _launch_backward(launches, q, k, v, o, dO, L, is_causal, hopper, wants_dq, w
     Hopper's own kernel makes all at once, and not the same bits each time: where only some are wanted, or PyTorch was
     asked for deterministic algorithms, the portable ones do.
     """
+    if launches is None:  # a compiled graph has left out a copy that it took for one of a contiguous tensor
+        L = L.contiguous()
     all_at_once = hopper and wants_dq and wants_dk_dv and not torch.are_deterministic_algorithms_enabled()
     if all_at_once and launch_hopper.applies(q, k):
         return launch_hopper.launch_backward(q, k, v, o, dO, L, is_causal, launches=launches)
@@ -71,8 +73,8 @@ def _by_name(function: FunctionType, *first: object) -> Callable[..., Any]:
     return lambda *arguments: globals()[function.__name__](*first, *arguments)
 
 
-def _define_op(name: str, launch: FunctionType, fake: FunctionType, flops: FunctionType) -> None:
-    """cs336_systems::name is `launch`, without `launches`. (`torch.library.custom_op` does more on each call, and takes
+def _define_op(name: str, direct: FunctionType, fake: FunctionType, flops: FunctionType) -> None:
+    """cs336_systems::name is `direct` without launches. (`torch.library.custom_op` does more on each call, and takes
     twice as long.)
 
     Args:
@@ -80,7 +82,7 @@ def _define_op(name: str, launch: FunctionType, fake: FunctionType, flops: Funct
         flops: counts its operations for PyTorch's FlopCounterMode.
     """
     _library.define(name + torch.library.infer_schema(fake, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _by_name(launch, None), "CompositeExplicitAutograd")
+    _library.impl(name, _by_name(direct, None), "CompositeExplicitAutograd")
     torch.library.register_fake(f"cs336_systems::{name}", _by_name(fake), lib=_library)
     register_flop_formula(getattr(torch.ops.cs336_systems, name))(flops)
 
@@ -94,22 +96,23 @@ _backward_op = torch.ops.cs336_systems.flash_backward.default
 
 
 def _as_kernels_take(
-    right: Callable[..., tuple[Tensor, ...]], is_causal: bool, *inputs: Tensor
+    checked: Callable[..., tuple[Tensor, ...]], is_causal: bool, *inputs: Tensor
 ) -> tuple[tuple[Tensor, ...], launch.Launches | None]:
     """`inputs` as the kernels take them, and their launches.
 
-    These are None wherever somebody looks on and has to see an op: under torch.compile, in dispatch modes, for tensors
-    that are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
+    There are no launches wherever somebody looks on and has to see an op: under torch.compile, in dispatch modes, for
+    tensors that are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
 
     Args:
-        right: checks inputs and copies what the kernels could not read; not asked for what is like inputs before.
+        checked: checks inputs, casts them, and copies what the kernels could not read. It is not called for what is
+            like earlier inputs that it gave back as they were. (What it changes is compared twice, and costs more.)
     """
     looked_on = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if looked_on or type(is_causal) is not bool or not PLAIN_TYPES.issuperset(map(type, inputs)) or inputs[0].is_meta:
-        return right(*inputs), None
+        return checked(*inputs), None
     launches = launch.admitted_launches(is_causal, *inputs)
     if launches is None:
-        inputs = right(*inputs)
+        inputs = checked(*inputs)
         launches = launch.admit(is_causal, *inputs)
     return inputs, launches
 
@@ -147,11 +150,11 @@ class FlashAttention2Triton(torch.autograd.Function):
         if not isinstance(hopper, bool):
             raise TypeError(f"hopper must be True or False, got {hopper!r}")
 
-        def right(q, k, v):
+        def checked(q, k, v):
             refuse_repeated_when_compiled(q, k, v)
             return tuple(map(readable, attention_inputs(q, k, v, is_causal, DTYPES)))
 
-        (q, k, v), launches = _as_kernels_take(right, is_causal, q, k, v)
+        (q, k, v), launches = _as_kernels_take(checked, is_causal, q, k, v)
         o, L = _run(_forward_op, _launch_forward, launches, q, k, v, is_causal, hopper)
         ctx.save_for_backward(q, k, v, o, L)
         ctx.is_causal, ctx.hopper = is_causal, hopper
@@ -161,12 +164,12 @@ class FlashAttention2Triton(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
 
-        def right(q, k, v, o, dO, L):  # a hook on saved tensors may have given them other strides
+        def checked(q, k, v, o, dO, L):  # a hook on saved tensors may have given them other strides
             return (*map(readable, (q, k, v, o, dO)), L.resolve_neg().contiguous())
 
         q, k, v, o, L = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv = ctx.needs_input_grad[:3]
-        tensors, launches = _as_kernels_take(right, ctx.is_causal, q, k, v, o, dO, L)
+        tensors, launches = _as_kernels_take(checked, ctx.is_causal, q, k, v, o, dO, L)
         rest = ctx.is_causal, ctx.hopper, needs_dq, needs_dk or needs_dv
         dq, dk, dv = _run(_backward_op, _launch_backward, launches, *tensors, *rest)
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None, None

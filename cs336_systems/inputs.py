@@ -42,10 +42,8 @@ def attention_inputs(
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
 
-    device_type = q.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
-        autocast_dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x.to(autocast_dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    if (cast_to := autocast_dtype(q)) is not None:
+        q, k, v = (x.to(cast_to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
@@ -57,6 +55,13 @@ def attention_inputs(
     if complaint := _complaint_of_shapes(q, k, v, largest_d):
         raise ValueError(f"{complaint}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     return q, k, v
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts to on the device of x; None where it is off."""
+    device_type = "cuda" if x.is_cuda else x.device.type  # which takes longer to tell
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta has no autocast
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def _complaint_of_shapes(q: Queries, k: Keys, v: Keys, largest_d: int | None) -> str | None:

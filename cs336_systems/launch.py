@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems import user_tiles
-from cs336_systems.inputs import Keys, PerQuery, Queries
+from cs336_systems.inputs import Keys, PerQuery, Queries, autocast_dtype
 from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim
 from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
 
@@ -230,7 +230,7 @@ class Launches:
     is_causal: bool
     tile: AnyTile | None  # None for each kernel's own
     prepared: dict[KernelCall, "Prepared"] = field(default_factory=dict)
-    are_admitted: bool = False  # whether inputs like these have been found right, as they are
+    inputs_are_right: bool = False  # whether inputs like these have been found right, as they are
 
 
 _launches: dict[tuple[object, ...], Launches] = {}
@@ -238,15 +238,15 @@ MOST_LAUNCHES = 4096  # after which all are forgotten: lengths may never repeat
 
 
 def _likeness(is_causal: bool, tile: AnyTile | None, inputs: tuple[Tensor, ...]) -> tuple[object, ...]:
-    """Equal for inputs that are alike: in all that Triton compiles for, that a kernel's arguments depend on, but
-    addresses, and that is asked of inputs before a launch.
+    """Equal for inputs that are alike.
+
+    They are alike in what Triton compiles for, in what a kernel's arguments depend on except addresses, and in what is
+    asked of inputs before a launch.
     """
-    first = inputs[0]
     chosen_by = (tile, _change, user_tiles.times_written)
-    where = "cuda" if first.is_cuda else "cpu"  # the type of its device takes longer to tell
-    cast_to = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    cast_to = (_asked_precision(inputs[0]), autocast_dtype(inputs[0]))
     layouts = [(x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.is_neg()) for x in inputs]
-    return is_causal, chosen_by, _asked_precision(first), cast_to, *layouts
+    return is_causal, chosen_by, cast_to, *layouts
 
 
 def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Launches:
@@ -263,7 +263,7 @@ def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Laun
 def admit(is_causal: bool, *inputs: Tensor) -> Launches:
     """The launches for inputs like these, from now on without another look: they were found right, as they are."""
     launches = launches_for(is_causal, None, *inputs)
-    launches.are_admitted = True
+    launches.inputs_are_right = True
     return launches
 
 
@@ -271,9 +271,9 @@ def admitted_launches(is_causal: bool, *inputs: Tensor) -> Launches | None:
     """The launches for inputs like these, where such were admitted before."""
     try:
         launches = _launches.get(_likeness(is_causal, None, inputs))
-    except RuntimeError:  # sparse and nested tensors have no strides
+    except RuntimeError:  # sparse and nested tensors have no strides, and some have no memory
         return None
-    return launches if launches is not None and launches.are_admitted else None
+    return launches if launches is not None and launches.inputs_are_right else None
 
 
 def launch_kernel(

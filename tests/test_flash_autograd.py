@@ -182,11 +182,13 @@ def test_a_gradient_of_q_that_nobody_wants_takes_no_room():
     assert dq.numel() == 0 and L_base.shape == delta.shape == L.shape
 
 
-def test_any_tensor_that_is_not_plain_is_looked_on_by_somebody():
+def test_any_tensor_that_is_not_plain_is_looked_on_by_somebody(monkeypatch):
     """Not only q: a launch would ask a subclass, a fake or a meta tensor for an address that it has not."""
 
     class Wrapped(torch.Tensor):
         pass
+
+    monkeypatch.setattr(launch, "_launches", {})
 
     def is_launched(*inputs):
         taken, launches = _as_kernels_take(lambda *inputs: inputs, True, *inputs)
@@ -609,6 +611,26 @@ def test_saved_tensors_that_come_back_in_another_layout(attention, leading, unpa
         gradients = torch.autograd.grad(o, leaves_, inputs.dO)
     for gradient, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
         torch.testing.assert_close(gradient, getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_a_compiled_graph_takes_L_in_another_layout():
+    """When it was traced L was contiguous, and a copy that makes it so was left out."""
+    torch.compiler.reset()
+    apply = flash_function("triton")
+    compiled = torch.compile(lambda q, k, v: apply(q, k, v, True), backend="aot_eager", fullgraph=True)
+    inputs = Case((1, 2), 40, 40, 16).draw(torch.float32, DEVICE)
+    q, k, v = leaves(inputs)
+    expected = torch.autograd.grad(apply(q, k, v, True), (q, k, v), inputs.dO)
+
+    def spread(x):
+        return torch.stack([x, x], -1)[..., 0] if x.ndim == 3 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, spread):
+        o = compiled(q, k, v)
+        gradients = torch.autograd.grad(o, (q, k, v), inputs.dO)
+    for gradient, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")

@@ -311,7 +311,7 @@ def test_again_is_as_the_first_time(is_causal, layout):
 
 
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is checked from now on."""
+    """What is checked from now on; nothing was launched before."""
     checked: list[Any] = []
     check = flash_triton.attention_inputs
 
@@ -334,21 +334,37 @@ def test_inputs_are_checked_once_for_each_layout(monkeypatch):
         assert len(checked) == times
     apply(*drawn(), False)
     assert len(checked) == 3
+    q, k, v = (x.mT.contiguous().mT for x in drawn())
+    launch.launch_forward(q, k, v, True)  # without a check
+    apply(q, k, v, True)
+    assert len(checked) == 4
+
+
+def test_inputs_are_compared_once_a_pass(monkeypatch):
+    looked_at(monkeypatch)
+    compared, compare = [], launch._likeness
+    monkeypatch.setattr(launch, "_likeness", lambda *what: compared.append(what) or compare(*what))
+    for _ in range(2):
+        compared.clear()
+        q, k, v = (x.requires_grad_() for x in drawn())
+        o = flash_function("triton")(q, k, v, True)
+        o.backward(torch.ones_like(o))
+    assert [len(inputs) for *_, inputs in compared] == [3, 6]
 
 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (lambda q, k, v: (q, k, v, 1), "is_causal must be True or False, got 1"),
-        (lambda q, k, v: (q, k, v, True, 1), "hopper must be True or False, got 1"),
         (lambda q, k, v: (q, k, v.float(), True), "must have one dtype"),
         (lambda q, k, v: (q, k.to("meta"), v, True), "must be on one device"),
         (lambda q, k, v: (q, k[:1], v[:1], True), "the same leading dimensions"),
         (lambda q, k, v: (q, k[..., :8, :], v, True), "k and v must have the same shape"),
         (lambda q, k, v: (q, k.to_sparse(), v, True), "k must be a dense tensor, got torch.sparse_coo"),
+        (lambda q, k, v: (q, torch.nested.nested_tensor([*k]), v, True), "k must be a dense tensor, got a nested one"),
         (lambda q, k, v: (q, k, [v], True), "v must be a tensor, got list"),
     ],
-    ids=["integer", "switch", "dtype", "device", "heads", "lengths", "sparse", "list"],
+    ids=["integer", "dtype", "device", "heads", "lengths", "sparse", "nested", "list"],
 )
 def test_nothing_else_gets_in_with_what_was_admitted(change, error, monkeypatch):
     looked_at(monkeypatch)
@@ -361,7 +377,7 @@ def test_nothing_else_gets_in_with_what_was_admitted(change, error, monkeypatch)
 
 def test_what_was_admitted_is_still_cast_and_negated(monkeypatch):
     looked_at(monkeypatch)
-    apply = flash_function("triton")
+    apply, usual_dtype = flash_function("triton"), torch.get_autocast_dtype(DEVICE.type)
     q, k, v = drawn(dtype=torch.float32)
     for _ in range(2):
         apply(q, k, v, True)
@@ -371,10 +387,10 @@ def test_what_was_admitted_is_still_cast_and_negated(monkeypatch):
         assert torch.equal(apply(torch._neg_view(-q), k, v, True), apply(q, k, v, True))
     asked = []
     monkeypatch.setattr(flash_triton, "attention_inputs", lambda *inputs: asked.append(inputs) or inputs[:3])
-    q, k, v = drawn()
-    for dtype, times in ((torch.float16, 0), (torch.bfloat16, 1)):
+    half, single = drawn(), drawn(dtype=torch.float32)
+    for inputs, dtype, times in ((half, torch.float16, 0), (half, torch.bfloat16, 1), (single, usual_dtype, 2)):
         with torch.autocast(DEVICE.type, dtype):
-            apply(q, k, v, True)
+            apply(*inputs, True)
         assert len(asked) == times, "what autocast leaves as it is in one dtype is cast in another"
 
 

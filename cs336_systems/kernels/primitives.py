@@ -34,7 +34,7 @@ def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
 
     Programs start in the order of their number. Heads go in groups of HEAD_GROUP whose tensors stay in L2 together;
     within a group all heads do tile 0 first, then tile 1, and so on. A kernel that numbers its longest tile 0 therefore
-    starts with the longest work and ends with the shortest. Without a causal mask all are alike: HEAD_GROUP is 1.
+    starts with the longest work and ends with the shortest. Without a causal mask all tiles are alike: HEAD_GROUP is 1.
     """
     program = tl.program_id(0)
     first = program // (n_tiles * HEAD_GROUP) * HEAD_GROUP

@@ -186,8 +186,9 @@ class HopperTiles:
         return self.forward_of_few if gains else self.forward
 
     def backward_for(self, n_queries: int, width: int) -> HopperBackward:
-        """The backward's, with as many heads side by side as L2_FOR_A_GROUP has room for: a power of two, at least two,
-        which beat one at any length that was timed, at most the table's.
+        """The backward's, with as many heads side by side as L2_FOR_A_GROUP has room for.
+
+        That is the table's number, halved until they fit; but not below two, which beat one at any length timed.
 
         Args:
             width: elements of a padded row.
