@@ -335,7 +335,6 @@ def _launch_first(
         "scale": first.shape[-1] ** -0.5,
         "D": first.shape[-1],
         "D_TILE_SIZE": padded_head_dim(first.shape[-1]),
-        "IS_CAUSAL": is_causal,
         "INPUT_PRECISION": _input_precision(first),
         "BASE_2": is_half,
         **tile.constants(is_causal),

@@ -82,7 +82,6 @@ def source(entry: Entry) -> ASTSource:
     constants = {
         "D": entry.d,
         "D_TILE_SIZE": width,
-        "IS_CAUSAL": entry.is_causal,
         "BASE_2": dtype.itemsize == 2,
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
         "WANTS_DQ": True,

@@ -93,7 +93,7 @@ def source(call: KernelCall, tile: AnyTile, tensors: tuple[Tensor, ...], config:
     """The call's kernel for tensors like these; what is left is a length, or the scale."""
     kernel = call.function()
     types = [type_of(take(x, tile)) for take, x in zip(call.takes, tensors, strict=True)]
-    constants = tile.constants(config.causal) | {"D_TILE_SIZE": padded_head_dim(config.d), "IS_CAUSAL": config.causal}
+    constants = tile.constants(config.causal) | {"D_TILE_SIZE": padded_head_dim(config.d)}
     signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}
     signature |= dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name in constants.keys() & signature.keys()}

@@ -70,7 +70,7 @@ class AnyTile(Protocol):
         ...
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
-        """The kernel's arguments that come of it."""
+        """The kernel's arguments that come of it and of the mask."""
         ...
 
     def options(self) -> dict[str, Any]:
@@ -78,11 +78,15 @@ class AnyTile(Protocol):
         ...
 
 
-def _sizes(tile: AnyTile, is_causal: bool) -> dict[str, Any]:
-    """The arguments that every kernel takes."""
-    # Groups are there to start the longest tiles of several heads first. Without a mask all tiles are alike.
-    head_group = tile.head_group if is_causal else 1
-    return {"Q_TILE_SIZE": tile.q_tile_size, "K_TILE_SIZE": tile.k_tile_size, "HEAD_GROUP": head_group}
+def _common(tile: AnyTile, is_causal: bool) -> dict[str, Any]:
+    """The arguments of all kernels."""
+    return {
+        "Q_TILE_SIZE": tile.q_tile_size,
+        "K_TILE_SIZE": tile.k_tile_size,
+        "IS_CAUSAL": is_causal,
+        # Groups are there to start the longest tiles of several heads first. Without a mask all tiles are alike.
+        "HEAD_GROUP": tile.head_group if is_causal else 1,
+    }
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Tile:
     skip_masked: bool = True  # whether tiles that the causal mask hides are left out; for the ladder of benchmarks
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
-        return _sizes(self, is_causal) | {"SKIP_MASKED": self.skip_masked}
+        return _common(self, is_causal) | {"SKIP_MASKED": self.skip_masked}
 
     def options(self) -> dict[str, Any]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
@@ -132,7 +136,7 @@ class HopperForward(_OnHopper):
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
         own = {"STAGES": self.num_stages, "REGISTERS": self.registers, "Q_IN_REGISTERS": self.q_in_registers}
-        return _sizes(self, is_causal) | own
+        return _common(self, is_causal) | own
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class HopperBackward(_OnHopper):
     k_tile_size: ClassVar[int] = 2 * WARPGROUP_ROWS
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
-        return _sizes(self, is_causal) | {
+        return _common(self, is_causal) | {
             "STAGES": self.num_stages,
             "dS_STAGES": self.dS_stages,
             "dQ_STAGES": self.dQ_stages,
