@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def assembler() -> str:
+    """What turns PTX into machine code in this process.
+
+    By default that is the ptxas that comes with Triton. Once torch.compile has compiled something it is PyTorch's,
+    maybe of another version, by the environment variable TRITON_PTXAS_PATH. What fits into registers may differ.
+    """
+    return f"ptxas {knobs.nvidia.ptxas.version} (for Blackwell {knobs.nvidia.ptxas_blackwell.version})"
 
 
 @dataclass(frozen=True)

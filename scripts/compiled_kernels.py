@@ -3,8 +3,8 @@
     uv run scripts/compiled_kernels.py                                   all classes of GPU, head dims, dtypes
     uv run scripts/compiled_kernels.py --gpus hopper --head-dims 64 --dtypes bfloat16 --markdown runs/compiled.md
 
-Kernels are compiled, causal and not, by Triton's own ptxas, for contiguous tensors whose lengths are multiples of 16.
-The table of all is in `runs/h200/compiled_kernels.md`.
+Kernels are compiled, causal and not, for contiguous tensors whose lengths are multiples of 16. The table of all is in
+`runs/h200/compiled_kernels.md`.
 """
 
 import os
@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from cs336_systems.bench.entry import require_output, run_script
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.workload import require_at_least
-from cs336_systems.cubin import Usage, usage_of
+from cs336_systems.cubin import Usage, assembler, usage_of
 from cs336_systems.inputs import MAX_HEAD_DIM
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
@@ -159,7 +159,7 @@ def main(config: Config) -> None:
     notes = [
         f"{spilling} of {len(results)} spill: bytes of stack a thread are what does not fit into its registers.",
         TILE_METHOD,
-        f"Compiled by Triton {triton.__version__} with its own ptxas, for contiguous tensors whose lengths are "
+        f"Compiled by Triton {triton.__version__} and {assembler()}, for contiguous tensors whose lengths are "
         "multiples of 16; nothing was run. Another version's figures differ, and so do those of other layouts.",
         *refusals,
     ]

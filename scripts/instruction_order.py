@@ -3,10 +3,10 @@
     uv run scripts/instruction_order.py                        Hopper's own kernels, head dim 64
     uv run scripts/instruction_order.py --d 128 --dtype float16 --no-causal
 
-For each kernel: registers, bytes of stack (what does not fit into registers), shared memory. Below, for each innermost
-loop with matrix instructions: how many instructions of each kind, then their order ("exp2 x 7" are seven in a row, and
-kinds without a name here are left out). Each warpgroup has loops of its own. A loop that runs once a tile should show
-no "stack", and matrix instructions issued well before the wait for them.
+First, what compiles. For each kernel: registers, bytes of stack (what does not fit into registers), shared memory.
+Below, for each innermost loop with matrix instructions: how many instructions of each kind, then their order ("exp2 x
+7" are seven in a row, and kinds without a name here are left out). Each warpgroup has loops of its own. A loop that
+runs once a tile should show no "stack", and matrix instructions issued well before the wait for them.
 """
 
 import re
@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from cs336_systems import launch_hopper
 from cs336_systems.bench.entry import run_script
-from cs336_systems.cubin import assembly_of, usage_of
+from cs336_systems.cubin import assembler, assembly_of, usage_of
 from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, HopperForward, padded_head_dim
 from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
 
@@ -145,6 +145,7 @@ def main(config: Config) -> None:
     if not TRITON_IS_TESTED:
         raise ValueError(f"Hopper's own kernels are for Triton 3.6, and here is {TRITON_VERSION or 'none'}")
     console = Console(soft_wrap=True, highlight=False)
+    console.print(f"Triton {TRITON_VERSION}, {assembler()}")
     tiles = HOPPER_OWN[padded_head_dim(config.d)]
     sources = {"forward": forward_source(config, tiles.forward)}
     if tiles.forward_of_few != tiles.forward:

@@ -33,6 +33,11 @@ def triton_missing_reason() -> str | None:
     return None
 
 
+def compiling_environment() -> dict[str, str]:
+    """For a process that compiles as Triton does by itself: torch.compile may have set this one another assembler."""
+    return {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "TRITON_PTXAS_PATH")}
+
+
 def compile_missing_reason() -> str | None:
     """Why torch.compile cannot generate code here, or None where it can."""
     if not NATIVE and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):

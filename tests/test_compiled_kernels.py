@@ -13,7 +13,7 @@ import torch
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
 from cs336_systems.tile_search import tile_from_text
 
-from .machine import NATIVE, TRITON_INSTALLED
+from .machine import NATIVE, TRITON_INSTALLED, compiling_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "compiled_kernels.py"
@@ -42,7 +42,7 @@ def test_entries_that_spill_nothing(tmp_path):
     """
     markdown = tmp_path / "compiled.md"
     flags = ["--gpus", "turing", "ampere", "a100", "blackwell", "--head-dims", "64", "--dtypes", "bfloat16"]
-    environment = {**os.environ, "TRITON_INTERPRET": "", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**compiling_environment(), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *flags, "--masks", "causal", "--markdown", str(markdown), "--jobs", "2"],
         capture_output=True,

@@ -1,6 +1,5 @@
 """scripts/instruction_order.py: loops found in assembly, and what Hopper's own kernels compile to."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -11,6 +10,8 @@ import pytest
 
 from cs336_systems import launch
 from cs336_systems.kernels.tiles import KIB
+
+from .machine import compiling_environment
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "instruction_order.py"
 pytestmark = pytest.mark.skipif(not launch.TRITON_IS_TESTED, reason="the kernels are for Triton 3.6")
@@ -47,9 +48,8 @@ def exponentials(order: str) -> int:
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_kernels_compile_without_a_stack_in_their_loops(d):
     """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--d", str(d)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling_environment(), timeout=180)
     assert done.returncode == 0, done.stderr
     usage = re.findall(
         r"([\w ]+): \d+ registers at the start, (\d+) bytes of stack, (\d+) bytes of shared", done.stdout
