@@ -6,12 +6,13 @@
 GPUs differ from day to day and clocks within minutes: what counts is the ratio of times that were measured one right
 after the other. So every implementation is timed once a round, and the table has the ratios within the rounds: many
 short ones, since what disturbs a shared machine lasts longer than one of them.
-"portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Started again it goes
-on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU, the kernels only where
-Triton interprets them.
+"portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Where launches take
+longer than kernels, forward + backward is also timed in a CUDA graph, which tells the GPU's time from the host's.
+Started again it goes on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU,
+the kernels only where Triton interprets them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import device_named, overridden, publish, require_outputs, run_script
-from cs336_systems.bench.measure import Duration
+from cs336_systems.bench.measure import GRAPH_METHOD, IN_GRAPH, Duration
 from cs336_systems.bench.report import rounds
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import AttentionShape, require_at_least
@@ -35,6 +36,9 @@ def _shape(
     return AttentionShape(batch, heads, n, n, d, dtype, causal)
 
 
+SHORT = (_shape(1, 16, 4096, 64), _shape(1, 16, 1024, 64), _shape(1, 1, 512, 64))
+
+
 @dataclass(frozen=True)
 class Defaults:
     """What is measured."""
@@ -42,6 +46,7 @@ class Defaults:
     implementations: tuple[Implementation, ...]
     compared: tuple[tuple[str, str], ...]  # (name, peer): columns of ratios
     shapes: tuple[AttentionShape, ...]
+    in_graphs: tuple[AttentionShape, ...]  # of these, those whose launches take longer than their kernels
     duration: Duration
     title: str
 
@@ -60,12 +65,11 @@ DEFAULTS = {
             _shape(1, 16, 16384, 64),
             _shape(1, 16, 16384, 128),
             _shape(8, 16, 2048, 64),
-            _shape(1, 16, 4096, 64),
-            _shape(1, 16, 1024, 64),
-            _shape(1, 1, 512, 64),
+            *SHORT,
             _shape(4, 16, 4096, 128, causal=False),
             _shape(1, 16, 4096, 64, torch.float32),
         ),
+        SHORT,
         Duration(20, 80),
         "FlashAttention-2 in Triton beside PyTorch's SDPA",
     ),
@@ -73,6 +77,7 @@ DEFAULTS = {
         (ATTENTION["flash_pytorch"], *OURS, ATTENTION["sdpa"]),
         (("flash_pytorch", "sdpa"), ("flash_triton", "sdpa"), ("portable", "sdpa")),
         (_shape(1, 2, 64, 16, torch.float32), _shape(1, 1, 32, 16, torch.float32, causal=False)),
+        (),
         Duration(0, 5),
         "FlashAttention-2 in Triton beside PyTorch's SDPA on a CPU, short sequences (no GPU)",
     ),
@@ -119,10 +124,19 @@ def main(config: Config) -> None:
             variant=f"round {number}",
         )
         rows += sweep.run(config.out_jsonl, config.fresh and number == 1, console)
+        in_graph = replace(
+            sweep,
+            shapes=defaults.in_graphs,
+            passes=("forward_backward",),
+            variant=f"{sweep.variant}, CUDA graph",
+            harness=IN_GRAPH,
+        )
+        rows += in_graph.run(config.out_jsonl, False, console)
     names = [each.name for each in defaults.implementations]
+    of_graphs = (GRAPH_METHOD,) if defaults.in_graphs else ()
     publish(
         rows,
-        lambda rows, notes: [rounds(rows, defaults.title, names, defaults.compared, notes)],
+        lambda rows, notes: [rounds(rows, defaults.title, names, defaults.compared, (*notes, *of_graphs))],
         defaults.implementations,
         budget,
         device,

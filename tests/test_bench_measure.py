@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.bench import measure
-from cs336_systems.bench.measure import Passes, available_bytes, memory_before_backward, time_call, time_pass
+from cs336_systems.bench.measure import IN_GRAPH, Passes, available_bytes, memory_before_backward, time_call, time_pass
 from cs336_systems.bench.workload import MIB, PASSES
 
 from .bench_examples import CPU, SHORT, plain_attention, shape
@@ -123,6 +123,27 @@ def test_memory_on_gpu_is_near_the_equations():
     time_pass(plain_attention, big, "forward_backward", device, SHORT)
     predicted = big.bytes_before_backward(saved_bytes_per_score=4)
     assert memory_before_backward(plain_attention, big, device) == pytest.approx(predicted, rel=0.02)
+
+
+@needs_gpu
+def test_a_captured_pass_is_replayed():
+    """It is not called again, and what it reads stays where it was."""
+    device, results = torch.device("cuda"), []
+
+    def attention(*arguments):
+        o = plain_attention(*arguments)
+        results.append(o.detach())  # without its graph, which would keep q, k and v
+        return o
+
+    replay = IN_GRAPH["forward_backward"](attention, shape(), device)
+    first, captured = results
+    expected = first.clone()
+    for _ in range(3):
+        captured.zero_()
+        others = [torch.full((256, 1024), 7.0, device=device) for _ in range(50)]  # in whatever has been freed
+        replay()
+        torch.testing.assert_close(captured, expected)
+    assert len(results) == 2 and others
 
 
 @needs_gpu

@@ -96,6 +96,17 @@ def test_rounds():
     assert "the median of at most 3 rounds" in table.notes[0]
 
 
+def test_rounds_of_two_ways_to_time_a_pass():
+    rows = [
+        row(variant=f"round {n}{how}", median_ms=ms + n, p20_ms=ms + n, p80_ms=ms + n)
+        for n in (1, 2)
+        for how, ms in (("", 3.0), (", CUDA graph", 1.0))
+    ]
+    table = rounds(rows, "title", ["naive"], [])
+    assert [line[3:] for line in table.lines] == [["forward", "4.500"], ["forward, CUDA graph", "2.500"]]
+    assert "the median of at most 2 rounds" in table.notes[0]
+
+
 def test_one_message_is_said_once():
     rows = [row(d=d, message="same") for d in (16, 32, 64)]
     assert [note for note in comparison(rows, "t", NAMES, "naive").notes if "same" in note] == [

@@ -28,6 +28,7 @@ PREDICTION_METHOD = (
     "Predicted: q, k, v, o, and the (n_queries, n_keys) matrices per head that the equations keep, or L where none is "
     "kept; neither masks nor a scaled copy of q."
 )
+GRAPH_METHOD = "CUDA graph: the pass is captured once and replayed, so that the host's launches are not in the time."
 BACKWARD_METHOD = (
     "The backward is timed again and again on one kept graph: nothing is freed on the way, so it may run out of memory "
     "where a single one would not."
@@ -172,11 +173,33 @@ def _course_forward_backward(
     return run
 
 
+def _forward_backward_in_graph(
+    function: AttentionFunction, shape: AttentionShape, device: torch.device
+) -> Callable[[], object]:
+    run = _forward_backward(function, shape, device)
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()  # first calls compile, and cuDNN plans, neither of which can be captured
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+
+    def replay() -> object:
+        graph.replay()
+        return run  # and with it the tensors that the graph reads
+
+    return replay
+
+
 Harness = Mapping[Pass, Callable[[AttentionFunction, AttentionShape, torch.device], Callable[[], object]]]
 """How each pass is prepared: pass -> (function, shape, device) -> what is timed."""
 
 PLAIN: Harness = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}
 COURSE: Harness = {"forward_backward": _course_forward_backward}
+IN_GRAPH: Harness = {"forward_backward": _forward_backward_in_graph}
 
 
 def time_pass(

@@ -192,6 +192,8 @@ def rounds(
 ) -> Table:
     """One line per workload and pass that were measured several times in turns; each round is a variant of its own.
 
+    A variant is "round 1", or "round 1, CUDA graph" where a pass is timed in more ways than one.
+
     Args:
         names: the implementations, in the order of their columns: the median over the rounds.
         compared: (name, baseline): for each a column of how many times as long the first takes, within one round; the
@@ -201,7 +203,8 @@ def rounds(
     lines: dict[tuple[str, ...], dict[str, dict[object, Row]]] = {}
     for row in rows:
         workload = f"{row.batch} x {row.heads} x {_LINE_KEYS['length'](row)} x {row.d}"
-        key = (workload, row.dtype, "yes" if row.causal else "no", row.pass_)
+        _, *how = (row.variant or "").split(", ")
+        key = (workload, row.dtype, "yes" if row.causal else "no", ", ".join([row.pass_, *how]))
         lines.setdefault(key, {}).setdefault(row.implementation, {})[row.variant] = row
     headers = ["workload", "dtype", "causal", "pass", *(f"{name} ms" for name in names)]
     headers += [f"{name} / {baseline}" for name, baseline in compared]
@@ -210,7 +213,7 @@ def rounds(
         of_name = [list(found.get(name, {}).values()) for name in names]
         ratios = [_ratios(found.get(name, {}), found.get(baseline, {})) for name, baseline in compared]
         cells.append([*key, *map(_median_cell, of_name), *map(_span_cell, ratios)])
-    n_rounds = len({row.variant for row in rows})
+    n_rounds = len({(row.variant or "").split(", ")[0] for row in rows})
     notes = [
         f"A workload is batch x heads x length x head dim. Each time is the median of at most {n_rounds} rounds; in a "
         "round every implementation is timed once, one right after the other. Ratios are those within a round: their "
