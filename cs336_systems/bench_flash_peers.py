@@ -6,8 +6,8 @@
 GPUs differ from day to day and clocks within minutes: what counts is the ratio of times that were measured one right
 after the other. So every implementation is timed once a round, and the table has the ratios within the rounds: many
 short ones, since what disturbs a shared machine lasts longer than one of them.
-"portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Where launches take
-longer than kernels, forward + backward is also timed in a CUDA graph, which tells the GPU's time from the host's.
+"portable" are the kernels that run on every GPU; on Hopper flash_triton has kernels of its own. Where launches may
+take as long as kernels, forward + backward is also timed in a CUDA graph, which tells the GPU's time from the host's.
 Started again it goes on where it stopped (--fresh starts over). Without a GPU it times two short sequences on the CPU,
 the kernels only where Triton interprets them.
 """
@@ -46,7 +46,7 @@ class Defaults:
     implementations: tuple[Implementation, ...]
     compared: tuple[tuple[str, str], ...]  # (name, peer): columns of ratios
     shapes: tuple[AttentionShape, ...]
-    in_graphs: tuple[AttentionShape, ...]  # of these, those whose launches take longer than their kernels
+    in_graphs: tuple[AttentionShape, ...]  # of these, those whose launches may take as long as their kernels
     duration: Duration
     title: str
 

@@ -91,7 +91,7 @@ def flash_forward(
             o_i = torch.exp(m - shift) * o_i + P @ v_j  # line 13
             m = m_new
 
-        o[..., queries, :] = o_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where there are no keys
+        o[..., queries, :] = o_i / torch.where(l == 0, 1, l)  # lines 15 and 17; l = 0 where no score is above -inf
         L[..., queries] = (m + torch.log(l)).squeeze(-1)  # lines 16 and 18
     return o, L
 

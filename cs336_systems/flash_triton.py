@@ -34,10 +34,10 @@ def _launch_forward(launches, q, k, v, is_causal, hopper):
 def _launch_backward(launches, q, k, v, o, dO, L, is_causal, hopper, wants_dq, wants_dk_dv):
     """dq, dk and dv; in place of dq, or of dk and dv, where nobody wants them, empty tensors.
 
-    Hopper's own kernel makes all at once, and not the same bits each time: where only some are wanted, or PyTorch was
-    asked for deterministic algorithms, the portable ones do.
+    Hopper's own kernel makes all at once, and not the same bits each time: the portable ones run where only some are
+    wanted, or where PyTorch was asked for deterministic algorithms.
     """
-    if launches is None:  # a compiled graph has left out a copy that it took for one of a contiguous tensor
+    if launches is None:  # maybe by a compiled graph: traced with a contiguous L, it copies no other L either
         L = L.contiguous()
     all_at_once = hopper and wants_dq and wants_dk_dv and not torch.are_deterministic_algorithms_enabled()
     if all_at_once and launch_hopper.applies(q, k):
@@ -78,7 +78,7 @@ def _define_op(name: str, direct: FunctionType, fake: FunctionType, flops: Funct
     twice as long.)
 
     Args:
-        fake: makes empty tensors in place of the launch's results. The op takes what it takes.
+        fake: makes empty tensors in place of the launch's results. Its signature is the op's.
         flops: counts its operations for PyTorch's FlopCounterMode.
     """
     _library.define(name + torch.library.infer_schema(fake, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))

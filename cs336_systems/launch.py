@@ -2,8 +2,8 @@
 
 The way of a call: `launch_forward` and its like -> `launch_kernel` -> the kernel. The first launch for tensors of one
 layout goes through Triton's own front end, which looks at every argument, compiles the kernel or finds it compiled, and
-takes some 100 microseconds, as long as the kernel itself up to a thousand queries. It leaves a `Prepared` behind, and
-later launches for that layout only fill in addresses.
+takes some 100 microseconds, as long as the forward of 16 heads x 4096 x 64 takes an H200. It leaves a `Prepared`
+behind, and later launches for that layout only fill in addresses.
 """
 
 import math
@@ -212,7 +212,7 @@ def over_keys(tensors: tuple[Tensor, ...], tile: AnyTile) -> tuple[int, int]:
 class KernelCall:
     """A kernel, and how tensors and a tile become its arguments."""
 
-    function: Callable[[], Any]
+    function: Callable[[], Any]  # gives the kernel, at a launch only: without Triton there is none
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
     tile: Callable[[Tensor, bool], AnyTile]  # (the first tensor, is_causal) -> the tile, where the caller names none
     rows: RowsOf = over_queries
@@ -261,7 +261,7 @@ def launches_for(is_causal: bool, tile: AnyTile | None, *inputs: Tensor) -> Laun
 
 
 def admit(is_causal: bool, *inputs: Tensor) -> Launches:
-    """The launches for inputs like these, from now on without another look: they were found right, as they are."""
+    """The launches for inputs like these, which were found right; from now on such inputs are not checked."""
     launches = launches_for(is_causal, None, *inputs)
     launches.inputs_are_right = True
     return launches

@@ -55,7 +55,7 @@ def applies(q: Queries, k: Keys) -> bool:
         and q.numel() > 0
         and k.numel() > 0
         and suits(q.device, q.dtype, q.shape[-1])
-        and not launch.tiles_are_changed()
+        and not launch.tiles_are_changed()  # which are the portable kernels'
     )
 
 
@@ -166,7 +166,7 @@ def launch_forward(
 
 
 def preprocess(o: Queries, dO: Queries, L: PerQuery, launches: Launches) -> tuple[Float[Tensor, "rows parts"], Queries]:
-    """Line 2 of Algorithm 2: delta and L in parts, for the backward kernel, and zeros, to which it adds dq."""
+    """Line 2 of Algorithm 2: delta and L in parts; and zeros, to which the backward kernel adds dq."""
     n_rows = math.ceil(o.shape[-2] / HopperBackward.k_tile_size) * HopperBackward.k_tile_size
     parts = o.new_empty(math.prod(o.shape[:-2]) * n_rows * 2, STEP_COLUMNS)
     dq_sum = o.new_empty((*o.shape[:-1], padded_head_dim(o.shape[-1])), dtype=torch.float32)

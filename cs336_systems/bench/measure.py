@@ -189,7 +189,7 @@ def _forward_backward_in_graph(
 
     def replay() -> object:
         graph.replay()
-        return run  # and with it the tensors that the graph reads
+        return run  # so that it lives on, and with it the tensors that the graph reads
 
     return replay
 

@@ -88,7 +88,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Lines 7 and 11 to 16, without dK and dV, for the key tiles from first_key to end_key."""
+    """Lines 7 and 11 to 16, without line 13, for the key tiles from first_key to end_key."""
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
         k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 7
@@ -148,7 +148,7 @@ def flash_backward_dk_dv_kernel(
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, dO, L, delta, batch, head, n_heads,
+    dk_j, dv_j, k_j, v_j, q, dO, L_base, delta, batch, head, n_heads,
     j, begin, unmasked_begin, unmasked_end, n_queries, score_scale,
     D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr,
@@ -170,7 +170,7 @@ def _accumulate_dk_dv(
         i = tl.where(step < unmasked_begin, step, step + n_unmasked) if MASKED else step
         q_i = load_tile(q, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 10
         dO_i = load_tile(dO, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)
-        L_i = load_per_query(L, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
+        L_i = load_per_query(L_base, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
         delta_i = load_per_query(delta, batch, head, n_heads, i, n_queries, Q_TILE_SIZE, CHECK=MASKED)
         S_T = _transposed_scores(q_i, k_j, INPUT_PRECISION)  # line 11 (13), scaled in the next
         P_T = exp_in_base(S_T * score_scale - L_i[None, :], BASE_2)  # line 12 (14)

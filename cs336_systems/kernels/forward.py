@@ -56,7 +56,7 @@ def flash_forward_kernel(
         D, D_TILE_SIZE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, INPUT_PRECISION, BASE_2, MASKED=True,
     )  # fmt: skip
 
-    o_i = o_i / tl.where(l == 0.0, 1.0, l)[:, None]  # line 15; l = 0 where there are no keys
+    o_i = o_i / tl.where(l == 0.0, 1.0, l)[:, None]  # line 15; l = 0 where no score is above -inf
     L_i = from_base(m + log_in_base(l, BASE_2), BASE_2)  # line 16
     store_tile(o, batch, head, i, n_queries, o_i, D, Q_TILE_SIZE, D_TILE_SIZE)  # line 17
     store_per_query(L_ptr, batch, head, n_heads, i, n_queries, L_i, Q_TILE_SIZE)  # line 18
@@ -72,8 +72,8 @@ def _accumulate_o(
     queries = i + tl.arange(0, Q_TILE_SIZE)
     for j in tl.range(first_key, end_key, K_TILE_SIZE):
         k_j = load_tile(k, batch, head, j, n_keys, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=MASKED)  # line 8
-        # line 9, unscaled: the scale is positive, so line 10 may scale the row's maximum alone; in line 11 it costs one
-        # multiply-add a score together with m
+        # line 9, unscaled: the scale is positive, so line 10 may scale the row's maximum alone; in line 11 scale and m
+        # together cost one multiply-add a score (float32 rounds in between, see `launch`)
         S = tl.dot(q_i, tl.trans(k_j), input_precision=INPUT_PRECISION)
         if MASKED:
             keys = j + tl.arange(0, K_TILE_SIZE)

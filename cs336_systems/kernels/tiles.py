@@ -181,7 +181,7 @@ class HopperTiles:
 
         def most_rows(tile: HopperForward) -> float:
             """Rows of S of full length that one multiprocessor does, one program at a time."""
-            if is_causal:  # longest tiles go first, and short ones fill up: an even share, but never part of a tile
+            if is_causal:  # long tiles start first and short ones fill the gaps: an even share, but one tile at least
                 return max(tile.q_tile_size, n_batch_heads * n_queries / 2 / multiprocessors)
             n_tiles = n_batch_heads * math.ceil(n_queries / tile.q_tile_size)
             return tile.q_tile_size * math.ceil(n_tiles / multiprocessors)
@@ -254,7 +254,8 @@ HOPPER = {
         dk_dv=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=168),
         dq=Tile(128, 64, 4, 3, head_group=8, by_descriptor=True),
     ),
-    # Forward spills 72 bytes, causal 96; with 8 warps and 128 registers it spills nothing and takes 1.06 times as long.
+    # Forward spills 72 bytes, causal 96; with 8 warps and 128 registers it spills nothing and takes 1.03 to 1.05 times
+    # as long.
     (2, 128): Tiles(
         forward=Tile(128, 64, 4, 2, by_descriptor=True),
         dk_dv=Tile(64, 64, 4, 2, by_descriptor=True),
@@ -277,7 +278,7 @@ HOPPER = {
     # times as long.
     (4, 64): Tiles(forward=Tile(128, 64, 8, 3), dk_dv=Tile(32, 64, 4, 2), dq=Tile(64, 64, 4, 2)),
     # Forward spills 16 to 24 bytes (64x16 4w 2s, which spills none, takes 1.55 times as long), dk_dv 416 to 424, dq 128
-    # to 192; of dq's tiles that were timed the one that spills least, 16 bytes, takes 1.48 times as long.
+    # to 192.
     (4, 128): Tiles(forward=Tile(64, 32, 4, 1), dk_dv=Tile(32, 32, 4, 2), dq=Tile(32, 32, 4, 2)),
     # The parts of three bfloat16 fit nowhere: forward spills 376 bytes, dk_dv 520 to 528, dq 248 to 264.
     (4, 256): Tiles(forward=Tile(16, 32, 4, 2), dk_dv=Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 1)),
@@ -402,10 +403,10 @@ KERNELS = (
 
 
 def shared_memory_bound(kernel: Kernel, tile: Tile, width: int, dtype: torch.dtype, gpu: Gpu) -> int:
-    """An upper bound, in bytes, on the shared memory of a kernel, where that is more than some 10 KiB.
+    """The shared memory of a kernel in bytes: from width 64 on an upper bound.
 
-    Above what Triton 3.6 allots to every entry of the tables, by up to a factor of 4, but for widths 16 and 32, which
-    take up to 17 KiB more and fit all the same.
+    There it is up to 2.4 times what Triton 3.6 allots to an entry of the tables. For widths 16 and 32 Triton may allot
+    up to 17 KiB more than this, which fits all the same.
 
     Args:
         width: elements of a padded row.

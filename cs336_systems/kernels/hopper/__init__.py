@@ -22,8 +22,9 @@ loader may run ahead. Attenders take turns on the tensor cores (`primitives.wait
 another takes its exponentials.
 
 The backward passes have pictures of their own in `backward.py` (head dims to 64) and `backward_wide.py` (to 128). What
-passes through shared memory there is in `backward_shared.py`: `KeyTiles`, which stay; `QueryRing`, with one
-`filled` barrier a stage; and `Handover`, by which warpgroups give one another dS.
+passes through shared memory there is in `backward_shared.py`: `KeyTiles`, which stay; `QueryRing`, whose stages have a
+`filled` barrier alone, since each kernel learns in its own way when they are free; and `Handover`, by which warpgroups
+give one another dS.
 
 Names and line numbers are those of `kernels/forward.py` and `kernels/backward.py`, which remain the text to learn from,
 the fallback, and what runs where gradients have to be bit-equal from run to run.

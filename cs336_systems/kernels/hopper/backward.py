@@ -9,7 +9,7 @@ run to run. It also loads: it issues copies while its products run.
     keys 0 (64 keys)            S^T = K q^T - L, dP^T = V dO^T - delta, dV += P^T dO, dK += dS^T q  -> dV, dK
     keys 1 (64 keys)            the same for the next 64 keys
 
-How L and delta are subtracted, and the two plain kernels that stand around this one, is in `backward_shared.py`.
+How L and delta are subtracted, and the two plain kernels around this one, are in `backward_shared.py`.
 """
 
 from triton.experimental import gluon
@@ -102,7 +102,7 @@ def _load_and_form_dq(
     key_tiles.wait()
     for step in range(n_steps):
         handover.wait(step)
-        dq_i = warpgroup_mma(handover.dS(0, step), key_tiles.k_j(0), zeros, use_acc=False, is_async=True)
+        dq_i = warpgroup_mma(handover.dS(0, step), key_tiles.k_j(0), zeros, use_acc=False, is_async=True)  # line 16
         dq_i = warpgroup_mma(handover.dS(1, step), key_tiles.k_j(1), dq_i, is_async=True)
         # Both warpgroups have handed over dS of this step, so neither reads the tiles of step - 1 any more.
         later = step - 1 + query_ring.stages
@@ -123,7 +123,7 @@ def _form_dk_dv(
     W: gl.constexpr, dk, dv, key_tiles, query_ring, handover, dS_free, batch, head, j, first_tile, n_steps, scale,
     IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Lines 8 to 19 without 16 for the keys j + W · ROWS, …, of one warpgroup."""
+    """Lines 8 to 19, without lines 10 and 16, for the keys j + W · ROWS, …, of one warpgroup."""
     Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
     D_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[4]
     S_LAYOUT: gl.constexpr = product_layout(Q_TILE_SIZE)
@@ -132,8 +132,9 @@ def _form_dk_dv(
     zeros = gl.zeros([ROWS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
     dk_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)  # line 8
     dv_j = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, D_LAYOUT)
-    # K and the weights are the same for all query tiles. As left operands in registers they are not read from shared
-    # memory again for each product, which is as busy here as the tensor cores. (V finds no room.)
+    # K and the weights are the same for all query tiles. As left operands in registers they are not read again for each
+    # product from shared memory, which is as busy here as the tensor cores. (V has room there only if dS is formed from
+    # a rounded P, and then nothing is gained: runs/h200/kernel_log.md.)
     weights = key_tiles.weights.index(W).load(operand_layout(Q_TILE_SIZE))
     key_tiles.wait()
     k_j = key_tiles.k_j(W).load(operand_layout(Q_TILE_SIZE))
@@ -163,7 +164,7 @@ def _step(
     W: gl.constexpr, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, keys, key_tiles, query_ring, handover,
     dS_free, first_tile, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Lines 10 to 17 for one query tile, whose S^T - L has been formed; returns that of the next one."""
+    """Lines 11 to 17, without line 16, for one query tile, whose S^T - L is S_T; that of the next, dK and dV."""
     Q_TILE_SIZE: gl.constexpr = zeros.shape[1]
     D_LAYOUT: gl.constexpr = operand_layout(dk_j.shape[1])
     q_i, dO_i = query_ring.q_i(step), query_ring.dO_i(step)

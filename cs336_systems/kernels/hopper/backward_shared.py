@@ -63,7 +63,7 @@ def flash_backward_hopper_preprocess_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
     L_i = load_per_query(L_ptr, batch, head, n_heads, i, n_queries, K_TILE_SIZE, CHECK=True)
-    # From 2^24 on float32 resolves L and S to 1 at best: exp(S - L) must not come out as inf.
+    # From 2^24 on float32 resolves L and S to 2 at best: exp(S - L) must not come out as inf.
     L_i = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
     rows = tl.arange(0, K_TILE_SIZE)

@@ -91,7 +91,7 @@ def _form_gradients(
     W: gl.constexpr, dk, dv, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head, j, first_tile,
     n_steps, scale, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Lines 8 to 19 for the keys j + W · ROWS, …, of one warpgroup, and its half of dQ's columns."""
+    """Lines 8 to 19, without line 10, for the keys j + W · ROWS, …, of one warpgroup, and its half of dQ's columns."""
     Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
     D_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[4]
     D_LAYOUT: gl.constexpr = product_layout(D_TILE_SIZE)
@@ -121,7 +121,7 @@ def _step(
     W: gl.constexpr, step, dk_j, dv_j, keys, dq_sum, key_tiles, query_ring, handover, free, dq_tiles, batch, head,
     first_tile, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Lines 10 to 17 for one query tile."""
+    """Lines 11 to 17 for one query tile."""
     Q_TILE_SIZE: gl.constexpr = query_ring.q_tiles.shape[3]
     HALF: gl.constexpr = dq_tiles.shape[4]
     S_LAYOUT: gl.constexpr = product_layout(Q_TILE_SIZE)

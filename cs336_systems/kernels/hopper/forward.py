@@ -104,7 +104,7 @@ def _attend(
     D_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, ATTENDERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Lines 6 to 18 for the queries i + W · ROWS, …, of one warpgroup.
+    """Lines 6 to 18, without line 8, for the queries i + W · ROWS, …, of one warpgroup.
 
     S of one key tile is issued together with P V of the tile before; both run while other warpgroups take exponentials.
     """
@@ -119,7 +119,7 @@ def _attend(
 
     # line 7: the key tiles that come after all of these queries are other warpgroups'
     n_visible = gl.minimum(n_keys, i + ROWS) if IS_CAUSAL else n_keys
-    first = gl.maximum(n_key_tiles - gl.cdiv(n_visible, K_TILE_SIZE), 0)
+    first = n_key_tiles - gl.cdiv(n_visible, K_TILE_SIZE)
     if W == ATTENDERS - 1:
         pass_turn(0)
     for step in range(first):

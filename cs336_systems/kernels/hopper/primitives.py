@@ -122,7 +122,11 @@ def partial_row_sums(P):
 
 @gluon.jit
 def wait_for_turn(W: gl.constexpr):
-    """Wait until another warpgroup passes the turn on to warpgroup W. (Ids of barriers below 8 are the compiler's.)"""
+    """Wait until another warpgroup passes the turn on to warpgroup W.
+
+    The barrier counts 256 threads: 128 that wait and 128 that pass the turn on. `turn` has an element for each thread
+    of a warpgroup, so that each executes the instruction once. (Ids of barriers below 8 are the compiler's.)
+    """
     turn = gl.full([128], 8 + W, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
