@@ -20,7 +20,7 @@ from cs336_systems.bench.ceiling import measure_ceiling
 from cs336_systems.bench.entry import device_named, limited, overridden, publish, require_outputs, run_script
 from cs336_systems.bench.measure import COURSE, Duration
 from cs336_systems.bench.report import ladders
-from cs336_systems.bench.sweep import Sweep
+from cs336_systems.bench.sweep import Sweep, run_all
 from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape
 from cs336_systems.implementation import Implementation
 from cs336_systems.ladder import LADDER
@@ -110,7 +110,7 @@ def main(config: Config) -> None:
         harness=COURSE,
     )
     console = Console()
-    rows = plain.run(config.out_jsonl, config.fresh, console) + course.run(config.out_jsonl, False, console)
+    rows = run_all([plain, course], config.out_jsonl, config.fresh, console)
     measure_ceiling(config.out_jsonl, dtype, device, budget)
     publish(
         rows,

@@ -22,7 +22,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.entry import device_named, overridden, publish, require_outputs, run_script
 from cs336_systems.bench.measure import GRAPH_METHOD, IN_GRAPH, Duration
 from cs336_systems.bench.report import rounds
-from cs336_systems.bench.sweep import Sweep
+from cs336_systems.bench.sweep import Sweep, run_all
 from cs336_systems.bench.workload import AttentionShape, require_at_least
 from cs336_systems.implementation import Implementation
 from cs336_systems.ladder import PORTABLE
@@ -112,7 +112,7 @@ def main(config: Config) -> None:
     device = device_named(config.device)
     defaults = DEFAULTS[device.type]
     budget = overridden(defaults.duration, warmup=config.warmup, rep=config.rep)
-    console, rows = Console(), []
+    sweeps = []
     for number in range(1, config.rounds + 1):
         sweep = Sweep(
             implementations=defaults.implementations,
@@ -123,15 +123,16 @@ def main(config: Config) -> None:
             budget=budget,
             variant=f"round {number}",
         )
-        rows += sweep.run(config.out_jsonl, config.fresh and number == 1, console)
-        in_graph = replace(
+        in_graphs = replace(
             sweep,
             shapes=defaults.in_graphs,
             passes=("forward_backward",),
             variant=f"{sweep.variant}, CUDA graph",
             harness=IN_GRAPH,
         )
-        rows += in_graph.run(config.out_jsonl, False, console)
+        sweeps += [sweep, in_graphs]
+    console = Console()
+    rows = run_all(sweeps, config.out_jsonl, config.fresh, console)
     names = [each.name for each in defaults.implementations]
     of_graphs = (GRAPH_METHOD,) if defaults.in_graphs else ()
     publish(

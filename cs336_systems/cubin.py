@@ -13,6 +13,12 @@ from triton import knobs
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+def require_compiler() -> None:
+    """Raises ValueError where Triton interprets kernels instead of compiling them."""
+    if knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET is set, and Triton compiles nothing then; unset it")
+
+
 def assembler() -> str:
     """What turns PTX into machine code in this process.
 

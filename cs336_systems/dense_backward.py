@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.flash_triton import FlashAttention2Triton
-from cs336_systems.inputs import Keys, PerQuery, Queries, without_autocast
+from cs336_systems.inputs import Keys, PerQuery, Queries, require_as_saved, without_autocast
 
 
 def dense_backward(
@@ -58,6 +58,7 @@ class FlashAttention2TritonDenseBackward(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = (x.resolve_neg() for x in ctx.saved_tensors)  # torch.compile overlooks that bit
+        require_as_saved(q, k, v, o, dO, L)
         with without_autocast(q):
             dq, dk, dv = compiled_dense_backward(q, k, v, o, dO.resolve_neg(), L, ctx.is_causal)
         return dq, dk, dv, None, None

@@ -24,6 +24,7 @@ from cs336_systems.inputs import (
     Queries,
     attention_inputs,
     refuse_repeated_when_compiled,
+    require_as_saved,
     without_autocast,
 )
 
@@ -187,6 +188,7 @@ class FlashAttention2Pytorch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
         q, k, v, o, L = ctx.saved_tensors
+        require_as_saved(q, k, v, o, dO, L)
         with without_autocast(q):
             dq, dk, dv = flash_backward(q, k, v, o, dO, L, ctx.is_causal, ctx.needs_input_grad[:3])
         return dq, dk, dv, None

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled
+from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled, require_as_saved
 from cs336_systems.layouts import empty_output_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -164,7 +164,8 @@ class FlashAttention2Triton(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dO):
 
-        def checked(q, k, v, o, dO, L):  # a hook on saved tensors may have given them other strides
+        def checked(q, k, v, o, dO, L):
+            require_as_saved(q, k, v, o, dO, L)
             return (*map(readable, (q, k, v, o, dO)), L.resolve_neg().contiguous())
 
         q, k, v, o, L = ctx.saved_tensors

@@ -57,6 +57,31 @@ def attention_inputs(
     return q, k, v
 
 
+def require_as_saved(q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: PerQuery) -> None:
+    """Check that what a backward was given belongs together.
+
+    A hook on saved tensors may give back anything, and a kernel would read past the end of what is too small.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    fits = (
+        q.shape == o.shape == dO.shape
+        and k.shape == v.shape == (*q.shape[:-2], k.shape[-2], q.shape[-1])
+        and L.shape == q.shape[:-1]
+        and q.dtype == k.dtype == v.dtype == o.dtype == dO.dtype
+        and L.dtype == torch.promote_types(q.dtype, torch.float32)
+        and q.device == k.device == v.device == o.device == dO.device == L.device
+    )
+    if not fits:
+        named = zip(("q", "k", "v", "o", "dO", "L"), (q, k, v, o, dO, L), strict=True)
+        given = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in named)
+        raise RuntimeError(
+            "what was saved for the backward has to come back in the shape, dtype and device that it had; a hook on "
+            f"saved tensors gave {given}"
+        )
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast casts to on the device of x; None where it is off."""
     device_type = "cuda" if x.is_cuda else x.device.type  # which takes longer to tell

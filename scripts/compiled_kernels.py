@@ -20,10 +20,10 @@ from rich.console import Console
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.bench.entry import require_output, run_script
+from cs336_systems.bench.entry import require_tables, run_script
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.workload import require_at_least
-from cs336_systems.cubin import Usage, assembler, usage_of
+from cs336_systems.cubin import Usage, assembler, require_compiler, usage_of
 from cs336_systems.inputs import MAX_HEAD_DIM
 from cs336_systems.kernels import backward, forward
 from cs336_systems.kernels.primitives import Strided
@@ -141,8 +141,9 @@ def entries(config: Config) -> tuple[list[Entry], list[str]]:
 
 
 def main(config: Config) -> None:
+    require_compiler()
     if config.markdown is not None:
-        require_output(config.markdown)
+        require_tables(config.markdown)
     console, (chosen, refusals) = Console(), entries(config)
     with ProcessPoolExecutor(config.jobs) as pool:
         results = list(pool.map(compiled, chosen))
@@ -168,6 +169,9 @@ def main(config: Config) -> None:
     table.print(console)
     if config.markdown is not None:
         config.markdown.write_text(table.to_markdown(), encoding="utf-8")
+    failed = sum(isinstance(result, str) for result in results)
+    if failed:
+        raise ValueError(f"{failed} of {len(results)} could not be compiled; the table says why")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from cs336_systems import launch_hopper
 from cs336_systems.bench.entry import run_script
-from cs336_systems.cubin import assembler, assembly_of, usage_of
+from cs336_systems.cubin import assembler, assembly_of, require_compiler, usage_of
 from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, HopperForward, padded_head_dim
 from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
 
@@ -142,6 +142,7 @@ def in_order(kinds: list[str]) -> str:
 
 
 def main(config: Config) -> None:
+    require_compiler()
     if not TRITON_IS_TESTED:
         raise ValueError(f"Hopper's own kernels are for Triton 3.6, and here is {TRITON_VERSION or 'none'}")
     console = Console(soft_wrap=True, highlight=False)

@@ -16,7 +16,7 @@ from cs336_systems.attention import ATTENTION
 from cs336_systems.bench import sweep as sweep_module
 from cs336_systems.bench.measure import Passes, Timing, float32_precision
 from cs336_systems.bench.record import Row, read_rows
-from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, classify
+from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, SweepInterrupted, classify, run_all
 from cs336_systems.bench.workload import MIB
 from cs336_systems.implementation import Implementation
 from cs336_systems.kernels.tiles import KIB, Gpu
@@ -446,3 +446,35 @@ def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
     oom, ok = gpu.run(tmp_path / "metrics.jsonl")
     assert (oom.status, oom.median_ms, ok.status) == ("oom", None, "ok")
     assert "stayed allocated" not in said(oom)
+
+
+def _sweeps(second: Implementation) -> list[Sweep]:
+    return [sweep(example()), replace(sweep(second), variant="again")]
+
+
+def test_sweeps_under_one_count(tmp_path):
+    said = io.StringIO()
+    rows = run_all(_sweeps(example()), tmp_path / "rows.jsonl", console=Console(file=said, width=200))
+    assert [(row.variant, row.status) for row in rows] == [(None, "ok"), ("again", "ok")]
+    assert "[1/2, " in said.getvalue() and "[2/2, 0 s left]" in said.getvalue()
+
+
+def test_sweeps_that_are_interrupted_count_all_rows(tmp_path):
+    with pytest.raises(
+        SweepInterrupted, match=r"interrupted; 1 of 2 rows are in .*start again without --fresh to go on"
+    ):
+        run_all(_sweeps(example("stop", _stopped)), tmp_path / "rows.jsonl")
+
+
+def _stopped(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_each_sweep_has_its_implementations_checked(tmp_path):
+    """One of the same name, as for the course's harness, is another one all the same."""
+
+    def wrong(q, k, v, is_causal):
+        return plain_attention(q, k, v, is_causal) + 1
+
+    rows = run_all(_sweeps(example(function=wrong)), tmp_path / "rows.jsonl")
+    assert [row.status for row in rows] == ["ok", "error"]

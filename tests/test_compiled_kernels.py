@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cs336_systems.bench.record import ROW_BEGINS
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
 from cs336_systems.tile_search import tile_from_text
 
@@ -74,6 +75,30 @@ def test_entries_are_listed_once_and_what_is_missing_is_said():
             script["Config"](head_dims=(d,))
     with pytest.raises(ValueError, match="--jobs is 0; allowed is at least 1"):
         script["Config"](jobs=0)
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("interpreted", "flags", "said"),
+    [
+        ("1", ["compiled_kernels.py"], "error: TRITON_INTERPRET is set, and Triton compiles nothing then; unset it"),
+        ("1", ["instruction_order.py"], "error: TRITON_INTERPRET is set, and Triton compiles nothing then; unset it"),
+        (
+            "0",
+            ["compiled_kernels.py", "--markdown", "{rows}"],
+            "holds rows of a benchmark; tables would overwrite them",
+        ),
+    ],
+)
+def test_nothing_is_compiled_in_vain(tmp_path, interpreted, flags, said):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(ROW_BEGINS + b'"naive"}\n')
+    script, *options = (flag.format(rows=rows) for flag in flags)
+    command = [sys.executable, str(SCRIPT.with_name(script)), *options]
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert rows.read_bytes().startswith(ROW_BEGINS)
 
 
 @pytest.mark.parametrize(

@@ -613,6 +613,30 @@ def test_saved_tensors_that_come_back_in_another_layout(attention, leading, unpa
         torch.testing.assert_close(gradient, getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "unpacked",
+    [
+        lambda x: x[..., :1].clone(),
+        lambda x: x[:, :1].clone() if x.ndim == 3 else x,  # of q, k, v and o two dimensions are left
+        lambda x: x[:, :1].clone() if x.ndim == 2 else x,  # of L alone
+        lambda x: x.half(),
+        lambda x: x.to("meta"),
+    ],
+    ids=["columns", "rows", "L", "dtype", "device"],
+)
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "after one that was right"])
+def test_saved_tensors_that_come_back_as_others(attention, unpacked, warm):
+    """A kernel would read past their ends."""
+    inputs = Case((2,), 20, 20, 16).draw(torch.float32, DEVICE)
+    if warm:
+        run_attention(attention, inputs, True)
+    leaves_ = [x.detach().requires_grad_() for x in inputs[:3]]
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpacked):
+        o = attention(*leaves_, True)
+        with pytest.raises(RuntimeError, match=r"what was saved for the backward has to come back .* gave q \("):
+            torch.autograd.grad(o, leaves_, inputs.dO)
+
+
 @needs_triton
 def test_a_compiled_graph_takes_L_in_another_layout():
     """When it was traced L was contiguous, and a copy that makes it so was left out."""

@@ -86,19 +86,29 @@ def require_output(path: Path) -> None:
         raise PermissionError(f"{path} cannot be written")
 
 
-def require_outputs(jsonl: Path, markdown: Path) -> None:
-    """`require_output` for rows and tables.
+def require_tables(markdown: Path) -> None:
+    """`require_output` for tables.
 
     Raises:
-        ValueError: both to one file, or tables in place of rows.
+        ValueError: there are rows.
         ValueError, OSError: as `require_output`.
+    """
+    require_output(markdown)
+    if markdown.exists() and markdown.read_bytes().startswith(ROW_BEGINS):
+        raise ValueError(f"{markdown} holds rows of a benchmark; tables would overwrite them")
+
+
+def require_outputs(jsonl: Path, markdown: Path) -> None:
+    """`require_output` for rows, `require_tables` for tables.
+
+    Raises:
+        ValueError: both to one file.
+        ValueError, OSError: as those.
     """
     if jsonl.resolve() == markdown.resolve():
         raise ValueError(f"--out-jsonl and --out-md are both {jsonl}; the tables would overwrite the rows")
-    for path in (jsonl, markdown):
-        require_output(path)
-    if markdown.exists() and markdown.read_bytes().startswith(ROW_BEGINS):
-        raise ValueError(f"{markdown} holds rows of a benchmark; tables would overwrite them")
+    require_output(jsonl)
+    require_tables(markdown)
 
 
 def method(

@@ -119,8 +119,8 @@ def comparison(
     return Table(title, headers, cells, _notes(rows, varying, method))
 
 
-def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str]) -> list[str]:
-    notes = [_constants(rows, varying), passes(rows), *method, spread(rows), _apart(rows)]
+def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str], what: str = "lines") -> list[str]:
+    notes = [_constants(rows, varying), passes(rows), *method, spread(rows), _apart(rows, what)]
     return [note for note in (*notes, *messages(rows, _place), *environments(rows)) if note]
 
 
@@ -192,14 +192,15 @@ def rounds(
 ) -> Table:
     """One line per workload and pass that were measured several times in turns; each round is a variant of its own.
 
-    A variant is "round 1", or "round 1, CUDA graph" where a pass is timed in more ways than one.
+    A variant is "round 1", or "round 1, CUDA graph" where a pass is timed in more ways than one; rows of others are
+    left out.
 
     Args:
         names: the implementations, in the order of their columns: the median over the rounds.
         compared: (name, baseline): for each a column of how many times as long the first takes, within one round; the
             median over the rounds, and the least and the greatest.
     """
-    rows = list(rows)
+    rows = [row for row in rows if (row.variant or "").startswith("round ")]
     lines: dict[tuple[str, ...], dict[str, dict[object, Row]]] = {}
     for row in rows:
         workload = f"{row.batch} x {row.heads} x {_LINE_KEYS['length'](row)} x {row.d}"
@@ -219,7 +220,7 @@ def rounds(
         "round every implementation is timed once, one right after the other. Ratios are those within a round: their "
         "median, and in brackets the least and the greatest."
     ]
-    return Table(title, headers, cells, notes + _notes(rows, _LINE_KEYS, method))
+    return Table(title, headers, cells, notes + _notes(rows, _LINE_KEYS, method, what="rounds of a line"))
 
 
 def _ratios(rows: Mapping[object, Row], baselines: Mapping[object, Row]) -> list[float]:
@@ -337,11 +338,11 @@ def spread(rows: Sequence[Record]) -> str:
     return text
 
 
-def _apart(rows: Sequence[Row]) -> str:
+def _apart(rows: Sequence[Row], what: str) -> str:
     """A note on how many lines hold rows that were not measured one right after the other, as a run does it.
 
     Where another size was measured between them, or they lie longer apart than any row takes, they are of two runs, or
-    two runs went on at a time.
+    two runs went on at a time. `what` the lines are called.
     """
     lines: dict[tuple[object, ...], list[float]] = {}  # size and pass -> when its rows were measured
     for row in rows:
@@ -354,7 +355,7 @@ def _apart(rows: Sequence[Row]) -> str:
     if not apart:
         return ""
     return (
-        f"{apart} of {len(lines)} lines hold rows of several runs, or of one beside which another went on: clocks and "
+        f"{apart} of {len(lines)} {what} hold rows of several runs, or of one beside which another went on: clocks and "
         "load may have differed."
     )
 

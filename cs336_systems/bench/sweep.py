@@ -104,42 +104,8 @@ class Sweep:
         return [Case(i, s, p, setting) for s in self.shapes for i in self.implementations for p in self.passes]
 
     def run(self, path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
-        """Measure what `path` does not hold yet.
-
-        Args:
-            path: the JSONL file of the rows.
-            fresh: start over instead of going on with the rows in `path`.
-            console: where progress is shown.
-
-        Returns:
-            The sweep's rows, in the order of `cases`.
-
-        Raises:
-            RecordError: `path` holds something else.
-            DeviceLostError: the GPU failed for good; the row is recorded.
-            SweepInterrupted: Ctrl-C.
-        """
-        environment = Environment.capture(self.device)
-        file = RowFile(path, fresh)
-        keys = {case: self._key(case, environment) for case in self.cases}
-        checked: set[tuple[object, ...]] = set()
-
-        def measure(cases: Sequence[Case]) -> list[Row]:
-            implementation, shape = cases[0].implementation, cases[0].shape
-            with implementation.context():
-                found = self._measure(implementation, shape, [case.pass_ for case in cases], checked)
-            return [self._row(case, environment, found[case.pass_]) for case in cases]
-
-        fill(
-            file,
-            keys,
-            lambda row: row.status in FINAL_STATUSES and self.budget.is_met_by(row.iterations),
-            lambda case: (case.implementation, case.shape),
-            measure,
-            self.device,
-            console or Console(),
-        )
-        return [file.rows[key] for key in keys.values()]
+        """`run_all` of this one."""
+        return run_all([self], path, fresh, console)
 
     def _key(self, case: Case, environment: Environment) -> Key:
         return Key.of(case.implementation.name, case.pass_, case.shape, environment, self.variant)
@@ -174,7 +140,7 @@ class Sweep:
             return dict.fromkeys(passes, Measured("skipped", message))
 
         try:
-            check = (implementation.name, shape.heads, shape.d, shape.dtype, shape.causal)
+            check = (implementation, shape.heads, shape.d, shape.dtype, shape.causal)
             if check not in checked:
                 with watched(implementation.compiled):
                     require_correct(implementation.function, self.reference, shape, self.device)
@@ -204,6 +170,48 @@ class Sweep:
 def remarks(watch: CompileWatch, implementation: Implementation) -> str | None:
     """What a time of the implementation has to say."""
     return "; ".join(filter(None, (watch.note, implementation.remark))) or None
+
+
+def run_all(sweeps: Sequence[Sweep], path: Path, fresh: bool = False, console: Console | None = None) -> list[Row]:
+    """Measure what `path` does not hold yet of sweeps on one device, one after another, with one budget.
+
+    Args:
+        sweeps: told apart by their variants.
+        path: the JSONL file of the rows.
+        fresh: start over instead of going on with the rows in `path`.
+        console: where progress is shown.
+
+    Returns:
+        The sweeps' rows, in the order of their `cases`.
+
+    Raises:
+        RecordError: `path` holds something else.
+        DeviceLostError: the GPU failed for good; the row is recorded.
+        SweepInterrupted: Ctrl-C.
+    """
+    device, budget = sweeps[0].device, sweeps[0].budget
+    environment = Environment.capture(device)
+    file = RowFile(path, fresh)
+    sweep_of = {case: sweep for sweep in sweeps for case in sweep.cases}
+    keys = {case: sweep._key(case, environment) for case, sweep in sweep_of.items()}
+    checked: set[tuple[object, ...]] = set()
+
+    def measure(cases: Sequence[Case]) -> list[Row]:
+        sweep, implementation, shape = sweep_of[cases[0]], cases[0].implementation, cases[0].shape
+        with implementation.context():
+            found = sweep._measure(implementation, shape, [case.pass_ for case in cases], checked)
+        return [sweep._row(case, environment, found[case.pass_]) for case in cases]
+
+    fill(
+        file,
+        keys,
+        lambda row: row.status in FINAL_STATUSES and budget.is_met_by(row.iterations),
+        lambda case: (case.implementation, case.shape, case.setting),
+        measure,
+        device,
+        console or Console(),
+    )
+    return [file.rows[key] for key in keys.values()]
 
 
 @contextmanager
