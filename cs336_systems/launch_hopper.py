@@ -116,8 +116,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _forward_tile(q: Queries, is_causal: bool) -> HopperForward:
-    tiles = HOPPER_OWN[padded_head_dim(q.shape[-1])]
-    return tiles.forward_for(q.shape[-2], math.prod(q.shape[:-2]), is_causal, _multiprocessors(q.device))
+    width, n_batch_heads = padded_head_dim(q.shape[-1]), math.prod(q.shape[:-2])
+    return HOPPER_OWN[width].forward_for(q.shape[-2], width, n_batch_heads, is_causal, _multiprocessors(q.device))
 
 
 def _backward_tile(q: Queries, is_causal: bool) -> HopperBackward:

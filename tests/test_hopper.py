@@ -181,7 +181,8 @@ def test_parts_add_up(dtype):
 )  # fmt: skip
 def test_few_queries_go_in_shorter_tiles(batch_heads, n, is_causal, few):
     tiles = HOPPER_OWN[64]
-    assert tiles.forward_for(n, batch_heads, is_causal, 132) is (tiles.forward_of_few if few else tiles.forward)
+    expected = tiles.forward_of_few if few else tiles.forward
+    assert tiles.forward_for(n, 64, batch_heads, is_causal, 132).attenders == expected.attenders
     assert tiles.forward_of_few.q_tile_size < tiles.forward.q_tile_size
 
 
@@ -194,6 +195,17 @@ def test_heads_of_a_group_fit_into_l2(n, width, group):
     assert HOPPER_OWN[width].backward_for(n, width) == expected
     assert launch_hopper._backward_tile(torch.empty(2, n, width, device="meta"), True) == expected
     assert expected.constants(True)["HEAD_GROUP"] == group and expected.constants(False)["HEAD_GROUP"] == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "group"),
+    [(1024, 64, 8), (32768, 64, 8), (32769, 64, 4), (131072, 64, 2), (1024, 128, 2), (65536, 128, 2)],
+)
+def test_heads_of_a_group_fit_into_l2_in_the_forward(monkeypatch, n, width, group):
+    monkeypatch.setattr(launch_hopper, "_multiprocessors", lambda device: 132)
+    expected = replace(HOPPER_OWN[width].forward, head_group=group)
+    assert launch_hopper._forward_tile(torch.empty(16, n, width, device="meta"), True).head_group == group
+    assert HOPPER_OWN[width].forward_for(n, width, 16 * 132, True, 132) == expected
 
 
 @needs_triton

@@ -162,8 +162,9 @@ class HopperBackward(_OnHopper):
         }
 
 
-# Bytes of Hopper's L2, 50 or 60 MiB, that the heads of a group may fill.
-L2_FOR_A_GROUP = 16 * KIB**2
+# Bytes that the heads of a group may have of what all their tiles read or add to. Hopper's L2 holds 50 or 60 MiB; the
+# forward only reads, K and V, and its programs read the same parts at much the same time.
+L2_FOR_A_GROUP = {"forward": 64 * KIB**2, "backward": 16 * KIB**2}
 # Below this gain the forward keeps its longer tiles, which read K and V fewer times.
 LEAST_GAIN = 1.1
 
@@ -176,8 +177,14 @@ class HopperTiles:
     forward_of_few: HopperForward  # shorter
     backward: HopperBackward
 
-    def forward_for(self, n_queries: int, n_batch_heads: int, is_causal: bool, multiprocessors: int) -> HopperForward:
-        """The forward's, by which of the two leaves the busiest multiprocessor less to do. Timed with a causal mask."""
+    def forward_for(
+        self, n_queries: int, width: int, n_batch_heads: int, is_causal: bool, multiprocessors: int
+    ) -> HopperForward:
+        """The forward's, by which of the two leaves the busiest multiprocessor less to do. Timed with a causal mask.
+
+        Args:
+            width: elements of a padded row.
+        """
 
         def most_rows(tile: HopperForward) -> float:
             """Rows of S of full length that one multiprocessor does, one program at a time."""
@@ -187,22 +194,26 @@ class HopperTiles:
             return tile.q_tile_size * math.ceil(n_tiles / multiprocessors)
 
         gains = most_rows(self.forward) > LEAST_GAIN * most_rows(self.forward_of_few)
-        return self.forward_of_few if gains else self.forward
+        tile = self.forward_of_few if gains else self.forward
+        head = n_queries * width * (2 + 2)  # K and V, where there are as many keys as queries
+        return replace(tile, head_group=_fitting_group(tile.head_group, head, L2_FOR_A_GROUP["forward"]))
 
     def backward_for(self, n_queries: int, width: int) -> HopperBackward:
-        """The backward's, with as many heads side by side as L2_FOR_A_GROUP has room for.
-
-        That is the table's number, halved until they fit; but not below two, which beat one at any length timed.
+        """The backward's.
 
         Args:
             width: elements of a padded row.
         """
-        # Bytes of what all tiles of a head read and add to: Q, dO, and dQ in float32. (L and delta are left out.)
-        head = n_queries * width * (2 + 2 + 4)
-        group = self.backward.head_group
-        while group > 2 and group * head > L2_FOR_A_GROUP:
-            group //= 2
+        head = n_queries * width * (2 + 2 + 4)  # Q, dO, and dQ in float32; L and delta are left out
+        group = _fitting_group(self.backward.head_group, head, L2_FOR_A_GROUP["backward"])
         return replace(self.backward, head_group=group)
+
+
+def _fitting_group(heads: int, bytes_of_a_head: int, available: int) -> int:
+    """The table's number of heads side by side, halved until they fit; not below two, which beat one wherever timed."""
+    while heads > 2 and heads * bytes_of_a_head > available:
+        heads //= 2
+    return heads
 
 
 @dataclass(frozen=True)
