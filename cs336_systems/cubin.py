@@ -10,12 +10,14 @@ from typing import Any
 import triton
 from triton import knobs
 
+from cs336_systems.launch import is_interpreted
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def require_compiler() -> None:
     """Raises ValueError where Triton interprets kernels instead of compiling them."""
-    if knobs.runtime.interpret:
+    if is_interpreted():
         raise ValueError("TRITON_INTERPRET is set, and Triton compiles nothing then; unset it")
 
 

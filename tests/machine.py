@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def triton_missing_reason() -> str | None:
 def compiling_environment() -> dict[str, str]:
     """For a process that compiles as Triton does by itself: torch.compile may have set this one another assembler."""
     return {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "TRITON_PTXAS_PATH")}
+
+
+def broken_assembler(folder: Path) -> str:
+    """The path of a ptxas that has a version of its own, and assembles nothing."""
+    ptxas = folder / "ptxas"
+    ptxas.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "release 12.7, V12.7.1" || exit 1\n')
+    ptxas.chmod(0o755)
+    return str(ptxas)
 
 
 def compile_missing_reason() -> str | None:

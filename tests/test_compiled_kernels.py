@@ -14,7 +14,7 @@ from cs336_systems.bench.record import ROW_BEGINS
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
 from cs336_systems.tile_search import tile_from_text
 
-from .machine import NATIVE, TRITON_INSTALLED, compiling_environment
+from .machine import NATIVE, TRITON_INSTALLED, broken_assembler, compiling_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "compiled_kernels.py"
@@ -99,6 +99,18 @@ def test_nothing_is_compiled_in_vain(tmp_path, interpreted, flags, said):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode != 0 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert rows.read_bytes().startswith(ROW_BEGINS)
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED or os.name != "posix", reason="Triton is not installed, or no shell")
+def test_what_could_not_be_compiled_is_an_error(tmp_path):
+    """The table says why, and does not count it among those that spill nothing."""
+    flags = ["--gpus", "a100", "--head-dims", "16", "--dtypes", "bfloat16", "--masks", "full", "--jobs", "2"]
+    environment = {**compiling_environment(), "TRITON_PTXAS_PATH": broken_assembler(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode != 0 and "error: 3 of 3 could not be compiled; the table says why" in done.stderr
+    assert done.stdout.count("PTXASError") == 3 and "0 of 0 spill" in done.stdout
 
 
 @pytest.mark.parametrize(

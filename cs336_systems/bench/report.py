@@ -201,10 +201,12 @@ def rounds(
             median over the rounds, and the least and the greatest.
     """
     rows = [row for row in rows if (row.variant or "").startswith("round ")]
+    numbers: set[str] = set()
     lines: dict[tuple[str, ...], dict[str, dict[object, Row]]] = {}
     for row in rows:
         workload = f"{row.batch} x {row.heads} x {_LINE_KEYS['length'](row)} x {row.d}"
-        _, *how = (row.variant or "").split(", ")
+        number, *how = str(row.variant).split(", ")
+        numbers.add(number)
         key = (workload, row.dtype, "yes" if row.causal else "no", ", ".join([row.pass_, *how]))
         lines.setdefault(key, {}).setdefault(row.implementation, {})[row.variant] = row
     headers = ["workload", "dtype", "causal", "pass", *(f"{name} ms" for name in names)]
@@ -214,11 +216,10 @@ def rounds(
         of_name = [list(found.get(name, {}).values()) for name in names]
         ratios = [_ratios(found.get(name, {}), found.get(baseline, {})) for name, baseline in compared]
         cells.append([*key, *map(_median_cell, of_name), *map(_span_cell, ratios)])
-    n_rounds = len({(row.variant or "").split(", ")[0] for row in rows})
     notes = [
-        f"A workload is batch x heads x length x head dim. Each time is the median of at most {n_rounds} rounds; in a "
-        "round every implementation is timed once, one right after the other. Ratios are those within a round: their "
-        "median, and in brackets the least and the greatest."
+        f"A workload is batch x heads x length x head dim. Each time is the median of at most {len(numbers)} rounds; "
+        "in a round every implementation is timed once, one right after the other. Ratios are those within a round: "
+        "their median, and in brackets the least and the greatest."
     ]
     return Table(title, headers, cells, notes + _notes(rows, _LINE_KEYS, method, what="rounds of a line"))
 

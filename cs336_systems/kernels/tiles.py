@@ -199,7 +199,7 @@ class HopperTiles:
         return replace(tile, head_group=_fitting_group(tile.head_group, head, L2_FOR_A_GROUP["forward"]))
 
     def backward_for(self, n_queries: int, width: int) -> HopperBackward:
-        """The backward's.
+        """The backward's, with as many heads side by side as have room in L2.
 
         Args:
             width: elements of a padded row.

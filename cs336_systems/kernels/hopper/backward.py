@@ -164,7 +164,7 @@ def _step(
     W: gl.constexpr, step, n_steps, S_T, dk_j, dv_j, k_j, weights, zeros, keys, key_tiles, query_ring, handover,
     dS_free, first_tile, scale, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11 to 17, without line 16, for one query tile, whose S^T - L is S_T; that of the next, dK and dV."""
+    """Lines 11 to 17, without line 16, for one query tile, whose S^T - L is S_T; returns the next one's, dK and dV."""
     Q_TILE_SIZE: gl.constexpr = zeros.shape[1]
     D_LAYOUT: gl.constexpr = operand_layout(dk_j.shape[1])
     q_i, dO_i = query_ring.q_i(step), query_ring.dO_i(step)
