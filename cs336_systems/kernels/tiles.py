@@ -247,14 +247,14 @@ INTERPRETER = Tiles(
 # columns, and P and dS pass through shared memory. A limit of 248 registers lets no further program in: ptxas chooses
 # differently and saves the last few bytes.
 
-# Timed on an H200 (runs/h200/kernel_log.md; 16-bit widths 64 and 128 are ranked in runs/h200/autotune/): all but width
-# 16, which follows 32, and float32 at 256, whose forward and dk_dv were timed when its products were three TF32 ones,
-# and its dq not at all.
+# Timed on an H200 (runs/h200/kernel_log.md; 16-bit widths 64 and 128 are ranked in runs/h200/autotune/): all but the
+# backward at width 16, which follows 32, and float32 at 256, whose forward and dk_dv were timed when its products were
+# three TF32 ones, and its dq not at all.
 HOPPER = {
     **dict.fromkeys(
         [(2, 16), (2, 32)],
         Tiles(
-            forward=Tile(64, 64, 4, 3, by_descriptor=True),
+            forward=Tile(64, 128, 4, 3, by_descriptor=True),
             dk_dv=Tile(64, 64, 4, 3, head_group=8, by_descriptor=True),
             dq=Tile(64, 64, 4, 3, by_descriptor=True),
         ),
@@ -312,13 +312,12 @@ HOPPER_OWN = {
     ),
 }
 
-# Hopper's, but for one limit, for one tile that does not fit, and for float32, whose products Triton 3.6 compiles
+# Hopper's, but for one tile that does not fit, and for float32, whose products Triton 3.6 compiles
 # differently there: of Hopper's forward for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in
 # 16 bits Hopper's dk_dv spills 16 bytes where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and
 # 224 to 232 (dq).
 BLACKWELL = {
     **HOPPER,
-    (2, 32): replace(HOPPER[2, 32], forward=Tile(64, 64, 4, 3, by_descriptor=True, max_registers=128)),
     (2, 256): replace(HOPPER[2, 256], dk_dv=Tile(64, 32, 8, 2)),  # Hopper's takes 257 KiB of shared memory there
     (4, 16): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(32, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
     (4, 32): Tiles(forward=Tile(64, 64, 4, 2), dk_dv=Tile(16, 32, 4, 2), dq=Tile(64, 32, 4, 2, max_registers=168)),
