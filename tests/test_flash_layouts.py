@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cs336_systems import layouts
 
-from .layouts import LAYOUTS, column_major, slice_of_fused, transposed
+from .layouts import LAYOUTS, column_major, off_by_one_element, slice_of_fused, transposed
 from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
 from .reference import TENSORS, Case, Inputs, assert_within_budget, largest_error, run_attention
 
@@ -29,6 +29,17 @@ def test_a_different_layout_for_each_input(flash):
     q, k, v, dO = inputs = STRIDED.draw(torch.float16, DEVICE)
     mixed = Inputs(transposed(q), k, slice_of_fused(v), column_major(dO))
     assert_within_budget(run_attention(flash_function(flash), mixed, True), inputs, True)
+
+
+@pytest.mark.parametrize("n_queries", [1, 100])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@both_causal
+@both_flash
+def test_one_key_beside_queries_off_by_one_element(flash, is_causal, d, n_queries):
+    """Of these ptxas 12.8 can crash on kernels that read one key by descriptor and queries by pointer."""
+    inputs = Case((3, 1), n_queries, 1, d).draw(torch.float16, DEVICE)
+    beside = inputs._replace(q=off_by_one_element(inputs.q))
+    assert_within_budget(run_attention(flash_function(flash), beside, is_causal), inputs, is_causal)
 
 
 EXPANSIONS = {

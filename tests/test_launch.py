@@ -257,6 +257,14 @@ def test_rows_of_L_come_by_descriptor_where_they_begin_at_16_bytes(n, by_descrip
         assert argument.block_shape == [1, 1, 1, TILE.q_tile_size]
 
 
+@pytest.mark.parametrize(("rows", "described"), [(1, False), (2, True)])
+@pytest.mark.parametrize("takes", [launch._in_query_tiles, launch._in_key_tiles])
+def test_a_single_row_comes_by_pointer(takes, rows, described):
+    """With a length of 1 compiled into it, ptxas crashes on a kernel that reads some by descriptor and some not."""
+    x = torch.empty(2, 3, rows, 64, dtype=torch.float16, device=DEVICE)
+    assert hasattr(takes(x, TILE), "block_shape") == described
+
+
 def test_arguments_are_kept_for_the_same_addresses(kernel, monkeypatch):
     from cs336_systems import prepared
 
