@@ -36,7 +36,7 @@ def test_a_different_layout_for_each_input(flash):
 @both_causal
 @both_flash
 def test_one_key_beside_queries_off_by_one_element(flash, is_causal, d, n_queries):
-    """Of these ptxas 12.8 can crash on kernels that read one key by descriptor and queries by pointer."""
+    """ptxas 12.8 crashes on a causal kernel that reads one key by descriptor and queries by pointer."""
     inputs = Case((3, 1), n_queries, 1, d).draw(torch.float16, DEVICE)
     beside = inputs._replace(q=off_by_one_element(inputs.q))
     assert_within_budget(run_attention(flash_function(flash), beside, is_causal), inputs, is_causal)

@@ -312,10 +312,9 @@ HOPPER_OWN = {
     ),
 }
 
-# Hopper's, but for one tile that does not fit, and for float32, whose products Triton 3.6 compiles
-# differently there: of Hopper's forward for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in
-# 16 bits Hopper's dk_dv spills 16 bytes where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and
-# 224 to 232 (dq).
+# Hopper's, but for one tile that does not fit, and for float32, whose products Triton 3.6 compiles differently there:
+# of Hopper's forward for width 64 it leaves 4 registers and no loop. Compiled, not timed. At 128 in 16 bits Hopper's
+# dk_dv spills 16 bytes where not causal; float32 at 256 spills 360 (forward), 520 to 544 (dk_dv) and 224 to 232 (dq).
 BLACKWELL = {
     **HOPPER,
     (2, 256): replace(HOPPER[2, 256], dk_dv=Tile(64, 32, 8, 2)),  # Hopper's takes 257 KiB of shared memory there
