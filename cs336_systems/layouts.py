@@ -22,10 +22,13 @@ def as_4d(x: Float[Tensor, "... n d"]) -> Float[Tensor, "batch heads n d"]:
 def readable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
     """x, copied where the kernels could not read it, or not well.
 
-    That is where the elements of a row do not lie side by side, for each is read many times; where the strides of more
-    than two leading dimensions are not those of a batch and heads; and where signs are yet to be flipped.
+    That is where the elements of a row do not lie side by side, for each is read many times; where all rows lie in one
+    place, as those of a gradient of o.mean(dim=-2), for then all programs read the same few addresses (on an H200 the
+    backward took 1.3 to 2.7 times as long); where the strides of more than two leading dimensions are not those of a
+    batch and heads; and where signs are yet to be flipped.
     """
-    as_it_is = x.stride(-1) == 1 and (x.ndim <= 4 or _merges(x))
+    rows_apart = x.stride(-2) != 0 or x.shape[-2] == 1
+    as_it_is = x.stride(-1) == 1 and rows_apart and (x.ndim <= 4 or _merges(x))
     return (x if as_it_is else x.contiguous()).resolve_neg()
 
 

@@ -50,12 +50,21 @@ EXPANSIONS = {
 }
 
 
-@pytest.mark.parametrize("over", ["heads", "batch", "rows"])
+@pytest.mark.parametrize("over", ["heads", "batch"])
 def test_expanded_inputs_are_not_copied(over):
     """The copy engine reads steps of 0; outputs are written, and have none."""
     x = EXPANSIONS[over](STRIDED.draw(torch.float16, DEVICE).k)
     assert 0 in x.stride() and layouts.readable(x) is x and layouts.copyable_strides(x) == x.stride()
     assert 0 not in layouts.empty_output_like(x).stride()
+
+
+def test_expanded_rows_are_copied():
+    """Rows in one place are slow to read, unless there is but one."""
+    x = EXPANSIONS["rows"](STRIDED.draw(torch.float16, DEVICE).k)
+    copy = layouts.readable(x)
+    assert x.stride(-2) == 0 and copy.is_contiguous() and torch.equal(copy, x)
+    single = x[..., :1, :].expand(*x.shape[:-2], 1, -1)
+    assert single.stride(-2) == 0 and layouts.readable(single) is single
 
 
 @pytest.mark.parametrize("over", EXPANSIONS)
