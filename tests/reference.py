@@ -67,26 +67,32 @@ def visible_keys(n_queries: int, n_keys: int, is_causal: bool, device: torch.dev
     return everywhere.tril() if is_causal else everywhere
 
 
+def probabilities(inputs: Inputs, is_causal: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """P in `dtype`, and L. In a half dtype softmax and L are taken in float32, as torch.softmax does."""
+    q, k, _, _ = inputs.to(dtype)
+    visible = visible_keys(q.shape[-2], k.shape[-2], is_causal, q.device)
+    S = ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~visible, float("-inf"))  # (4)
+    S = S.to(torch.promote_types(dtype, torch.float32))
+    L = torch.logsumexp(S, dim=-1)  # (12); -inf where there is no key
+    return torch.exp(S - L[..., None]).to(dtype), L  # (5)
+
+
 def dense_attention(
     inputs: Inputs, is_causal: bool, dtype: torch.dtype = torch.float64, delta_from_output: bool = False
 ) -> Result:
     """Attention and its gradients with every matrix held in `dtype`; in float64 the reference.
 
     delta, the row sum that the backward subtracts, is that of P ∘ dP, or with `delta_from_output` that of dO ∘ O: the
-    same number by two sums. In a half dtype softmax, delta and L are taken in float32, as torch.softmax does.
+    same number by two sums. In a half dtype it is taken in float32.
     """
     q, k, v, dO = inputs.to(dtype)
     statistics = torch.promote_types(dtype, torch.float32)
-    scale = q.shape[-1] ** -0.5
-    visible = visible_keys(q.shape[-2], k.shape[-2], is_causal, q.device)
-    S = ((q @ k.mT) * scale).masked_fill(~visible, float("-inf"))  # (4)
-    L = torch.logsumexp(S.to(statistics), dim=-1)  # (12); -inf where there is no key
-    P = torch.exp(S.to(statistics) - L[..., None]).to(dtype)  # (5)
+    P, L = probabilities(inputs, is_causal, dtype)
     o = P @ v  # (6)
     dP = (dO @ v.mT).to(statistics)  # (16)
     terms = dO.to(statistics) * o if delta_from_output else P * dP
     delta = terms.sum(dim=-1, keepdim=True)
-    dS = (P * (dP - delta)).to(dtype) * scale  # (17)
+    dS = (P * (dP - delta)).to(dtype) * q.shape[-1] ** -0.5  # (17)
     return Result(o, L, dq=dS @ k, dk=dS.mT @ q, dv=P.mT @ dO)  # (18), (19), (15)
 
 
@@ -130,15 +136,20 @@ def largest_magnitude(x: Tensor) -> float:
     return finite.max().item() if finite.numel() else 0.0
 
 
-def uncancelled_magnitude(inputs: Inputs) -> float:
+def uncancelled_magnitudes(inputs: Inputs, is_causal: bool) -> dict[str, float]:
     """How large the terms of dq and dk are before dP - delta cancels.
 
     dP and delta are sums in float32, or float64 for float64, and keep their roundings when what is left of them is
-    small: with a single key, where dS = scale (dP - delta) = 0, the roundings are all there is.
+    small: with a single key, where dS = scale (dP - delta) = 0, the roundings are all there is. dq has P's shares of
+    them, which come to one. dk has those of all queries, that many independent errors, whose sum is as the root of the
+    sum of their squares; twice that, for dP's roundings and delta's.
     """
     q, k, v, dO = inputs.to(torch.float64)
-    dP = largest_magnitude(dO.abs() @ v.abs().mT)
-    return dP * q.shape[-1] ** -0.5 * max(largest_magnitude(q), largest_magnitude(k))
+    dP = (dO.abs() @ v.abs().mT) * q.shape[-1] ** -0.5
+    largest = largest_magnitude(dP) * max(largest_magnitude(q), largest_magnitude(k))
+    P, _ = probabilities(inputs, is_causal)
+    over_queries = ((P * dP).square().mT @ q.square()).sqrt()
+    return {"dq": largest, "dk": max(largest, 2 * largest_magnitude(over_queries))}
 
 
 def neighbours(inputs: Inputs) -> list[Inputs]:
@@ -174,17 +185,17 @@ def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[s
     """The largest error against float64 that is allowed each tensor: 2x the worst that dense attention makes on these
     inputs and their neighbours, and one rounding.
 
-    The rounding is eps(dtype) of the largest exact entry, for L always float32's; for dq and dk there is also one of
-    the accumulators, of the largest term before cancellation.
+    The rounding is eps(dtype) of the largest exact entry, for L always float32's; for dq and dk there is also that of
+    the accumulators, of their terms before cancellation.
     """
     exact = dense_attention(inputs, is_causal)
     errors = [dense_errors(neighbour, is_causal, dtype) for neighbour in neighbours(inputs)]
+    uncancelled = uncancelled_magnitudes(inputs, is_causal)
     eps, accumulator_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     budgets = {}
     for name in TENSORS:
         rounding = (accumulator_eps if name == "L" else eps) * largest_magnitude(getattr(exact, name))
-        if name in ("dq", "dk"):
-            rounding += accumulator_eps * uncancelled_magnitude(inputs)
+        rounding += accumulator_eps * uncancelled.get(name, 0)
         budgets[name] = 2 * max(error[name] for error in errors) + rounding
     return budgets
 

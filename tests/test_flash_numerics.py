@@ -371,6 +371,15 @@ def test_peaked_softmax_in_float32(flash, factor, d):
         assert_within_budget(run_attention(flash_function(flash), inputs, False), inputs, False)
 
 
+@pytest.mark.parametrize("d", [1, 3])
+@both_flash
+def test_one_key_of_many_queries_in_float32(flash, d):
+    """dk is zero, and what is computed the roundings of dP and delta, summed over all queries."""
+    for drawn in range(8):
+        inputs = Case((3,), 482, 1, d).draw(torch.float32, DEVICE, seed=drawn)
+        assert_within_budget(run_attention(flash_function(flash), inputs, False), inputs, False)
+
+
 @both_causal
 @both_flash
 def test_scores_of_minus_infinity_at_the_start(flash, is_causal):

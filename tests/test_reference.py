@@ -89,6 +89,18 @@ def test_budget_rejects_a_missing_infinity():
             assert_within_budget(replace(exact, L=torch.full((3,), wrong)), inputs, False)
 
 
+@pytest.mark.parametrize("name", ["dq", "dk"])
+def test_budget_rejects_a_delta_that_does_not_cancel(name):
+    """With one key dP - delta is zero: a delta off by 1e-5 of itself is over budget, also summed over many queries."""
+    inputs = Case((3,), 482, 1, 3).draw(torch.float32, CPU)
+    exact = dense_attention(inputs, False)
+    delta = (inputs.dO * inputs.v).sum(dim=-1, keepdim=True)
+    dS = 1e-5 * delta * 3**-0.5
+    wrong = {"dq": dS @ inputs.k, "dk": dS.mT @ inputs.q}
+    with pytest.raises(AssertionError, match=rf"^{name}: error"):
+        assert_within_budget(replace(exact, **{name: wrong[name]}), inputs, False)
+
+
 def test_budget_rejects_the_other_causal_rule():
     """Bottom-right alignment, the other rule in use, is over budget where lengths differ."""
     inputs = CASE.draw(torch.float32, CPU)
