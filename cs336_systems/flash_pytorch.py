@@ -171,7 +171,7 @@ class FlashAttention2Pytorch(torch.autograd.Function):
 
     Q K^T has to be finite in float32 before it is scaled. Gradients lose accuracy as L grows, by the rounding of a
     float32: scores of 1e4 cost 1e-3 of P, and from 1e8 on P may sum to more than 1.
-    Errors: see `cs336_systems.inputs.attention_inputs`, `refuse_repeated_when_compiled`.
+    Errors: see `cs336_systems.inputs.attention_inputs`, `refuse_repeated_when_compiled`, `require_as_saved`.
     """
 
     @staticmethod

@@ -104,8 +104,9 @@ def _as_kernels_take(
     tensors that are fake, meta or of a subclass. The dispatch of an op takes time, a good part of a short call.
 
     Args:
-        checked: checks inputs, casts them, and copies what the kernels could not read. It is not called for what is
-            like earlier inputs that it gave back as they were. (What it changes is compared twice, and costs more.)
+        checked: checks inputs, casts them, and copies what the kernels could not read, or not well. It is not called
+            for what is like earlier inputs that it gave back as they were. (What it changes is compared twice, and
+            costs more.)
     """
     looked_on = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if looked_on or type(is_causal) is not bool or not PLAIN_TYPES.issuperset(map(type, inputs)) or inputs[0].is_meta:
@@ -142,7 +143,8 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     Raises:
         TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `launch.tiles_for` say; hopper is no bool.
-        RuntimeError: Triton is not installed; as `cs336_systems.inputs.refuse_repeated_when_compiled` says.
+        RuntimeError: Triton is not installed; as `cs336_systems.inputs.refuse_repeated_when_compiled` says, and in the
+            backward `require_as_saved`.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What both FlashAttention-2 versions ask of their inputs, checked in one place before any work is done."""
+"""What the attentions ask of their inputs, and their backwards of what was saved, checked before any work is done."""
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -77,8 +77,8 @@ def require_as_saved(q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: P
         named = zip(("q", "k", "v", "o", "dO", "L"), (q, k, v, o, dO, L), strict=True)
         given = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in named)
         raise RuntimeError(
-            "what was saved for the backward has to come back in the shape, dtype and device that it had; a hook on "
-            f"saved tensors gave {given}"
+            "what was saved for the backward has to come back from a hook on saved tensors in the shape, dtype and "
+            f"device that it had, got {given}"
         )
 
 

@@ -149,7 +149,7 @@ def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "Tenso
     """x as a descriptor where there is one, or else as a pointer.
 
     A single row goes by pointer. Triton compiles a length of 1 into the kernel, and ptxas 12.8 crashes where one key
-    and its value come by descriptor but queries by pointer (causal, 16 bits, head dims from 33 on).
+    and its value come by descriptor but queries by pointer (forward, causal, 16 bits, head dims from 33 on).
     """
     described = _described(x, tile_size, padded_head_dim(x.shape[-1]), tile) if x.shape[-2] > 1 else None
     return described or strided(x, tile)

@@ -74,8 +74,9 @@ def test_rounds():
     ]
     rows += [row(implementation="flex", variant="round 0", status="unsupported", median_ms=None, message="no")]
     unsteady = row(implementation="flash_triton", variant="round 0", pass_="backward", p20_ms=1.0)
+    another = row(implementation="flash_triton", variant=None, pass_="forward_backward")
     pairs = [("flash_triton", "sdpa_cudnn"), ("flash_triton", "flex")]
-    table = rounds([*rows, unsteady], "title", ("flash_triton", "sdpa_cudnn", "flex"), pairs)
+    table = rounds([*rows, unsteady, another], "title", ("flash_triton", "sdpa_cudnn", "flex"), pairs)
     assert table.headers[4:] == [
         "flash_triton ms", "sdpa_cudnn ms", "flex ms", "flash_triton / sdpa_cudnn", "flash_triton / flex",
     ]  # fmt: skip

@@ -619,21 +619,23 @@ def test_saved_tensors_that_come_back_in_another_layout(attention, leading, unpa
         lambda x: x[..., :1].clone(),
         lambda x: x[:, :1].clone() if x.ndim == 3 else x,  # of q, k, v and o two dimensions are left
         lambda x: x[:, :1].clone() if x.ndim == 2 else x,  # of L alone
+        lambda x: x[..., :1].clone() if x.shape[1] == 24 else x,  # of k and v alone
         lambda x: x.half(),
+        lambda x: x.half() if x.ndim == 2 else x,
         lambda x: x.to("meta"),
     ],
-    ids=["columns", "rows", "L", "dtype", "device"],
+    ids=["columns", "rows", "L", "keys", "dtype", "dtype of L", "device"],
 )
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "after one that was right"])
 def test_saved_tensors_that_come_back_as_others(attention, unpacked, warm):
     """A kernel would read past their ends."""
-    inputs = Case((2,), 20, 20, 16).draw(torch.float32, DEVICE)
+    inputs = Case((2,), 20, 24, 16).draw(torch.float32, DEVICE)
     if warm:
         run_attention(attention, inputs, True)
     leaves_ = [x.detach().requires_grad_() for x in inputs[:3]]
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpacked):
         o = attention(*leaves_, True)
-        with pytest.raises(RuntimeError, match=r"what was saved for the backward has to come back .* gave q \("):
+        with pytest.raises(RuntimeError, match=r"what was saved for the backward has to come back .* got q \("):
             torch.autograd.grad(o, leaves_, inputs.dO)
 
 

@@ -191,7 +191,7 @@ def test_few_queries_go_in_shorter_tiles(batch_heads, n, is_causal, few):
     ("n", "width", "group"),
     [(1, 64, 4), (8192, 64, 4), (8193, 64, 2), (65536, 64, 2), (4096, 128, 4), (8192, 128, 2), (16384, 128, 2)],
 )
-def test_heads_of_a_group_fit_into_l2(n, width, group):
+def test_longer_heads_go_in_smaller_groups_in_the_backward(n, width, group):
     expected = replace(HOPPER_OWN[width].backward, head_group=group)
     assert HOPPER_OWN[width].backward_for(n, width) == expected
     assert launch_hopper._backward_tile(torch.empty(2, n, width, device="meta"), True) == expected
@@ -202,7 +202,7 @@ def test_heads_of_a_group_fit_into_l2(n, width, group):
     ("n", "width", "group"),
     [(1024, 64, 8), (32768, 64, 8), (32769, 64, 4), (131072, 64, 2), (1024, 128, 2), (65536, 128, 2)],
 )
-def test_heads_of_a_group_fit_into_l2_in_the_forward(monkeypatch, n, width, group):
+def test_longer_heads_go_in_smaller_groups_in_the_forward(monkeypatch, n, width, group):
     monkeypatch.setattr(launch_hopper, "_multiprocessors", lambda device: 132)
     expected = replace(HOPPER_OWN[width].forward, head_group=group)
     assert launch_hopper._forward_tile(torch.empty(16, n, width, device="meta"), True).head_group == group

@@ -260,7 +260,7 @@ def test_rows_of_L_come_by_descriptor_where_they_begin_at_16_bytes(n, by_descrip
 @pytest.mark.parametrize(("rows", "described"), [(1, False), (2, True)])
 @pytest.mark.parametrize("takes", [launch._in_query_tiles, launch._in_key_tiles])
 def test_a_single_row_comes_by_pointer(takes, rows, described):
-    """With a length of 1 compiled into it, ptxas crashes on a kernel that reads some by descriptor and some not."""
+    """ptxas crashes on a causal forward that reads one key by descriptor and queries by pointer."""
     x = torch.empty(2, 3, rows, 64, dtype=torch.float16, device=DEVICE)
     assert hasattr(takes(x, TILE), "block_shape") == described
 

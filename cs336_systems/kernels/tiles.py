@@ -127,7 +127,7 @@ class HopperForward(_OnHopper):
     k_tile_size: int  # rows of a key tile
     num_stages: int  # of the rings of K and V; more than the key tiles that fit between the first query and the last
     registers: int  # of each thread that attends
-    head_group: int  # as in `Tile`
+    head_group: int  # as in `Tile`; in the table the most that `HopperTiles.forward_for` may choose
     q_in_registers: bool  # or else in shared memory
 
     @property
@@ -163,8 +163,8 @@ class HopperBackward(_OnHopper):
 
 
 # Bytes that the heads of a group may have of what all their tiles read or add to. Hopper's L2 holds 50 or 60 MiB; the
-# forward only reads, K and V, and its programs read the same parts at much the same time.
-L2_FOR_A_GROUP = {"forward": 64 * KIB**2, "backward": 16 * KIB**2}
+# forward may have more, for it only reads, K and V, and its programs read the same parts at much the same time.
+BYTES_OF_A_GROUP = {"forward": 64 * KIB**2, "backward": 16 * KIB**2}
 # Below this gain the forward keeps its longer tiles, which read K and V fewer times.
 LEAST_GAIN = 1.1
 
@@ -180,7 +180,8 @@ class HopperTiles:
     def forward_for(
         self, n_queries: int, width: int, n_batch_heads: int, is_causal: bool, multiprocessors: int
     ) -> HopperForward:
-        """The forward's, by which of the two leaves the busiest multiprocessor less to do. Timed with a causal mask.
+        """The forward's, by which of the two leaves the busiest multiprocessor less to do (timed with a causal mask),
+        with as many heads side by side as BYTES_OF_A_GROUP allows.
 
         Args:
             width: elements of a padded row.
@@ -196,21 +197,21 @@ class HopperTiles:
         gains = most_rows(self.forward) > LEAST_GAIN * most_rows(self.forward_of_few)
         tile = self.forward_of_few if gains else self.forward
         head = n_queries * width * (2 + 2)  # K and V, where there are as many keys as queries
-        return replace(tile, head_group=_fitting_group(tile.head_group, head, L2_FOR_A_GROUP["forward"]))
+        return replace(tile, head_group=_fitting_group(tile.head_group, head, BYTES_OF_A_GROUP["forward"]))
 
     def backward_for(self, n_queries: int, width: int) -> HopperBackward:
-        """The backward's, with as many heads side by side as have room in L2.
+        """The backward's, with as many heads side by side as BYTES_OF_A_GROUP allows.
 
         Args:
             width: elements of a padded row.
         """
         head = n_queries * width * (2 + 2 + 4)  # Q, dO, and dQ in float32; L and delta are left out
-        group = _fitting_group(self.backward.head_group, head, L2_FOR_A_GROUP["backward"])
+        group = _fitting_group(self.backward.head_group, head, BYTES_OF_A_GROUP["backward"])
         return replace(self.backward, head_group=group)
 
 
 def _fitting_group(heads: int, bytes_of_a_head: int, available: int) -> int:
-    """The table's number of heads side by side, halved until they fit; not below two, which beat one wherever timed."""
+    """The table's number of heads side by side, halved until they fit; not below two, which one never beat by 1 %."""
     while heads > 2 and heads * bytes_of_a_head > available:
         heads //= 2
     return heads
