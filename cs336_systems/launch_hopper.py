@@ -27,7 +27,7 @@ from cs336_systems.kernels.tiles import (
 from cs336_systems.launch import KernelCall, Launches, address, launch_kernel, launches_for, over_keys, strided
 from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
 
-SWITCH = os.environ.get("CS336_HOPPER", "1")
+SWITCH = os.environ.get("CS336_HOPPER") or "1"  # empty is as good as unset
 if SWITCH not in ("0", "1"):
     raise ValueError(f"the environment variable CS336_HOPPER is {SWITCH!r}; allowed: 0, 1")
 TURNED_ON = SWITCH == "1"

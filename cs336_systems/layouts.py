@@ -39,8 +39,12 @@ def _merges(x: Float[Tensor, "... heads n d"]) -> bool:
 
 
 def empty_output_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
-    """An uninitialised tensor of x's shape, up to four dimensions in x's memory order."""
-    return torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
+    """An uninitialised tensor of x's shape, up to four dimensions in x's memory order where that keeps rows whole.
+
+    It does not where windows of x overlap, one element apart.
+    """
+    in_order = torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
+    return in_order if in_order.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:

@@ -45,4 +45,10 @@ def negative_view(x):
     return torch._neg_view(-x)
 
 
+def windows(x):
+    """Rows that overlap, each one element after the last. (Not x's values, but the first of them.)"""
+    *_, n, d = x.shape
+    return x.flatten(-2)[..., : n + d - 1].unfold(-1, d, 1)
+
+
 LAYOUTS = [transposed, slice_of_fused, every_second_row, column_major, off_by_one_element, batch_last, negative_view]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cs336_systems import layouts
 
-from .layouts import LAYOUTS, column_major, off_by_one_element, slice_of_fused, transposed
+from .layouts import LAYOUTS, column_major, off_by_one_element, slice_of_fused, transposed, windows
 from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
 from .reference import TENSORS, Case, Inputs, assert_within_budget, largest_error, run_attention
 
@@ -40,6 +40,15 @@ def test_one_key_beside_queries_off_by_one_element(flash, is_causal, d, n_querie
     inputs = Case((3, 1), n_queries, 1, d).draw(torch.float16, DEVICE)
     beside = inputs._replace(q=off_by_one_element(inputs.q))
     assert_within_budget(run_attention(flash_function(flash), beside, is_causal), inputs, is_causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@both_flash
+def test_windows_that_overlap(flash, dtype):
+    """Memory order would put the rows of o inside of its columns, where no copy engine writes."""
+    inputs = Inputs(*map(windows, Case((2, 3), 32, 40, 64).draw(dtype, DEVICE)))
+    assert inputs.q.stride()[-2:] == (1, 1) and layouts.empty_output_like(inputs.q).is_contiguous()
+    assert_within_budget(run_attention(flash_function(flash), inputs, True), inputs, True)
 
 
 EXPANSIONS = {

@@ -14,7 +14,7 @@ from cs336_systems import launch, launch_hopper, layouts
 from cs336_systems.flash_triton import FlashAttention2Triton
 from cs336_systems.kernels.tiles import HOPPER_OWN, KIB, Gpu, HopperForward, padded_head_dim
 
-from .layouts import LAYOUTS, contiguous
+from .layouts import LAYOUTS, contiguous, windows
 from .machine import NATIVE, both_causal, mock_gpu, needs_triton
 from .reference import Case, Inputs, Result, assert_within_budget, run_attention
 
@@ -210,7 +210,7 @@ def test_longer_heads_go_in_smaller_groups_in_the_forward(monkeypatch, n, width,
 
 
 @needs_triton
-@pytest.mark.parametrize("layout", [contiguous, *LAYOUTS])
+@pytest.mark.parametrize("layout", [contiguous, *LAYOUTS, windows])
 def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkeypatch):
     """What the copy engine cannot read is copied; outputs have the strides that the custom ops promise all the same."""
     seen = []
@@ -231,7 +231,7 @@ def test_copies_are_copyable_and_outputs_are_laid_out_as_promised(layout, monkey
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("0", "False"), ("1", "True"), ("yes", "CS336_HOPPER is 'yes'; allowed: 0, 1")]
+    ("value", "said"), [("0", "False"), ("1", "True"), ("", "True"), ("yes", "CS336_HOPPER is 'yes'; allowed: 0, 1")]
 )
 def test_the_environment_turns_them_on_and_off(value, said):
     code = "from cs336_systems import launch_hopper; print(launch_hopper.TURNED_ON)"
