@@ -137,19 +137,17 @@ def largest_magnitude(x: Tensor) -> float:
 
 
 def uncancelled_magnitudes(inputs: Inputs, is_causal: bool) -> dict[str, float]:
-    """How large the terms of dq and dk are before dP - delta cancels.
+    """How large each result would be if the terms of its sums were all positive, and dP and delta added up.
 
-    dP and delta are sums in float32, or float64 for float64, and keep their roundings when what is left of them is
-    small: with a single key, where dS = scale (dP - delta) = 0, the roundings are all there is. dq has P's shares of
-    them, which come to one. dk has those of all queries, that many independent errors, whose sum is as the root of the
-    sum of their squares; twice that, for dP's roundings and delta's.
+    The roundings of a sum are as large as its terms, and stay when what is left of the sum is small: with a single key,
+    where dS = scale (dP - delta) = 0, they are all that there is of dq and dk.
     """
-    q, k, v, dO = inputs.to(torch.float64)
-    dP = (dO.abs() @ v.abs().mT) * q.shape[-1] ** -0.5
-    largest = largest_magnitude(dP) * max(largest_magnitude(q), largest_magnitude(k))
+    q, k, v, dO = (x.abs() for x in inputs.to(torch.float64))
     P, _ = probabilities(inputs, is_causal)
-    over_queries = ((P * dP).square().mT @ q.square()).sqrt()
-    return {"dq": largest, "dk": max(largest, 2 * largest_magnitude(over_queries))}
+    dP = dO @ v.mT
+    dS = P * (dP + (P * dP).sum(dim=-1, keepdim=True)) * q.shape[-1] ** -0.5
+    sums = {"o": P @ v, "dq": dS @ k, "dk": dS.mT @ q, "dv": P.mT @ dO}
+    return {name: largest_magnitude(x) for name, x in sums.items()}
 
 
 def neighbours(inputs: Inputs) -> list[Inputs]:
@@ -185,17 +183,16 @@ def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype) -> dict[s
     """The largest error against float64 that is allowed each tensor: 2x the worst that dense attention makes on these
     inputs and their neighbours, and one rounding.
 
-    The rounding is eps(dtype) of the largest exact entry, for L always float32's; for dq and dk there is also that of
-    the accumulators, of their terms before cancellation.
+    The rounding is the result's, eps(dtype) of the largest exact entry, for L float32's; or, where that is more, the
+    accumulators', float32's or float64's eps of the largest entry before its terms cancel.
     """
-    exact = dense_attention(inputs, is_causal)
+    exact, uncancelled = dense_attention(inputs, is_causal), uncancelled_magnitudes(inputs, is_causal)
     errors = [dense_errors(neighbour, is_causal, dtype) for neighbour in neighbours(inputs)]
-    uncancelled = uncancelled_magnitudes(inputs, is_causal)
     eps, accumulator_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     budgets = {}
     for name in TENSORS:
         rounding = (accumulator_eps if name == "L" else eps) * largest_magnitude(getattr(exact, name))
-        rounding += accumulator_eps * uncancelled.get(name, 0)
+        rounding = max(rounding, accumulator_eps * uncancelled.get(name, 0))
         budgets[name] = 2 * max(error[name] for error in errors) + rounding
     return budgets
 

@@ -101,6 +101,16 @@ def test_budget_rejects_a_delta_that_does_not_cancel(name):
         assert_within_budget(replace(exact, **{name: wrong[name]}), inputs, False)
 
 
+@pytest.mark.parametrize(("name", "factor"), [("dq", 1000), ("dk", 0.001)])
+def test_budget_rejects_zeros_where_scales_differ(name, factor):
+    """The larger q is beside k, the smaller is dq beside dk: what dk may be off by would be all of dq."""
+    inputs = Case((), 64, 64, 32).draw(torch.float32, CPU)
+    inputs = inputs._replace(q=inputs.q * factor, k=inputs.k / factor)
+    exact = dense_attention(inputs, False)
+    with pytest.raises(AssertionError, match=rf"^{name}: error"):
+        assert_within_budget(replace(exact, **{name: torch.zeros_like(getattr(exact, name))}), inputs, False)
+
+
 def test_budget_rejects_the_other_causal_rule():
     """Bottom-right alignment, the other rule in use, is over budget where lengths differ."""
     inputs = CASE.draw(torch.float32, CPU)
