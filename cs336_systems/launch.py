@@ -151,8 +151,9 @@ def _in_tiles(x: Float[Tensor, "... n d"], tile_size: int, tile: Tile) -> "Tenso
     A single row goes by pointer. Triton compiles a length of 1 into the kernel, and ptxas 12.8 crashes where one key
     and its value come by descriptor but queries by pointer (forward, causal, 16 bits, head dims from 33 on).
     """
-    described = _described(x, tile_size, padded_head_dim(x.shape[-1]), tile) if x.shape[-2] > 1 else None
-    return described or strided(x, tile)
+    if x.shape[-2] == 1:
+        return strided(x, tile)
+    return _described(x, tile_size, padded_head_dim(x.shape[-1]), tile) or strided(x, tile)
 
 
 def _described(x: Float[Tensor, "... n d"], rows: int, columns: int, tile: Tile) -> "TensorDescriptor | None":

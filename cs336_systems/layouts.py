@@ -43,8 +43,11 @@ def empty_output_like(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:
 
     It does not where windows of x overlap, one element apart.
     """
-    in_order = torch.empty_like(x) if x.ndim <= 4 else x.new_empty(x.shape)
-    return in_order if in_order.stride(-1) == 1 else x.new_empty(x.shape)
+    if x.ndim <= 4:
+        in_order = torch.empty_like(x)
+        if in_order.stride(-1) == 1:
+            return in_order
+    return x.new_empty(x.shape)
 
 
 def empty_outputs(q: Queries) -> tuple[Queries, PerQuery]:
