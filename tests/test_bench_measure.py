@@ -1,5 +1,6 @@
 """bench.measure: what lies inside the timed part, and that memory read is the memory that the equations name."""
 
+import gc
 import os
 import time
 from dataclasses import replace
@@ -123,6 +124,24 @@ def test_memory_on_gpu_is_near_the_equations():
     time_pass(plain_attention, big, "forward_backward", device, SHORT)
     predicted = big.bytes_before_backward(saved_bytes_per_score=4)
     assert memory_before_backward(plain_attention, big, device) == pytest.approx(predicted, rel=0.02)
+
+
+@needs_gpu
+def test_memory_on_gpu_leaves_out_what_is_collected_meanwhile():
+    """What only a reference cycle holds is freed when Python next looks for cycles, which may be during the reading."""
+    device, big = torch.device("cuda"), replace(shape(n=1024, d=16, causal=False), batch=8)
+    expected = memory_before_backward(plain_attention, big, device)
+    cycle = [torch.zeros(MIB, device=device)]
+    cycle.append(cycle)
+    holders = [cycle]
+    del cycle
+
+    def attention(*arguments):
+        gc.collect()
+        holders.clear()
+        return plain_attention(*arguments)
+
+    assert memory_before_backward(attention, big, device) == expected
 
 
 @needs_gpu

@@ -275,6 +275,7 @@ def memory_before_backward(function: AttentionFunction, shape: AttentionShape, d
 
 
 def _memory_on_gpu(function: AttentionFunction, shape: AttentionShape, device: torch.device) -> int:
+    gc.collect()  # what only cycles hold could be freed between the two readings
     torch.cuda.synchronize(device)
     baseline = torch.cuda.memory_allocated(device)
     q, k, v = shape.inputs(device)
