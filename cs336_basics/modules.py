@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import ParamSpec, Self, TypeVar
 
-import einx
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -30,6 +29,8 @@ def with_errors_of_torch(function: Callable[Arguments, Result]) -> Callable[Argu
 
     @wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        import einx  # takes seconds, so not before it is used
+
         try:
             return function(*args, **kwargs)
         except einx.errors.CallOperationError as error:
@@ -60,6 +61,8 @@ def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"
         raise TypeError(f"softmax is of floating point numbers, got {x.dtype}")
     if x.numel() == 0:
         return x.clone()  # einx takes no empty axis
+    import einx
+
     logits = x.movedim(dim, -1).to(torch.promote_types(x.dtype, torch.float32))
     # Softmax does not depend on what is subtracted, so no gradient goes through the maximum.
     largest = einx.max("... [n]", logits.detach())
@@ -89,6 +92,8 @@ def scaled_dot_product_attention(
     """
     if 0 in (*Q.shape, *K.shape, *V.shape):
         return Q @ K.mT @ V  # einx takes no empty axis; a sum over no keys is 0
+    import einx
+
     # Scaling Q rather than the scores costs n·d multiplications instead of n², and in half precision keeps Q K^T from
     # overflowing before it is scaled.
     scores = einx.dot("... queries [d], ... keys [d] -> ... queries keys", Q * Q.shape[-1] ** -0.5, K)
@@ -371,6 +376,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
     @with_errors_of_torch
     def forward(self, x: Float[Tensor, "... n d_model"]) -> Float[Tensor, "... n d_model"]:
         """Every token's vector, mixed with those of the tokens before it."""
+        import einx
+
         q, k, v = (
             einx.id("... n (heads d) -> ... heads n d", project(x), heads=self.num_heads)
             for project in (self.q_proj, self.k_proj, self.v_proj)

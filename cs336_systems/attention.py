@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from cs336_basics.modules import scaled_dot_product_attention
 from cs336_systems import flash_pytorch, flash_triton, launch, peers
-from cs336_systems.implementation import Implementation, first_line
+from cs336_systems.implementation import Implementation, compiled_at_first_call, first_line
 from cs336_systems.inputs import MAX_HEAD_DIM, attention_inputs
 
 
@@ -34,7 +34,7 @@ def naive_attention(
 
 
 # One shape, one graph: a benchmark resets the compiler between shapes instead of letting it generalise over them.
-compiled_attention = torch.compile(naive_attention, fullgraph=True, dynamic=False)
+compiled_attention = compiled_at_first_call(naive_attention, dynamic=False)
 
 
 def kernel_refusal(device: torch.device, dtype: torch.dtype, d: int) -> str | None:

@@ -13,62 +13,41 @@ Without a GPU it tries two or three tiles in Triton's interpreter.
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-import torch
-from rich.console import Console
+from cs336_systems.bench.cli import (
+    AtLeast,
+    CommandLine,
+    DtypeName,
+    Fresh,
+    RowsPath,
+    Size,
+    by_device,
+    require_outputs,
+    run_script,
+    shown_default,
+)
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
-
-from cs336_systems import launch
-from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import overridden, require_outputs, run_script
-from cs336_systems.bench.measure import Duration
-from cs336_systems.bench.record import read_rows
-from cs336_systems.bench.report import say, write_tables
-from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
-from cs336_systems.bench.workload import DTYPES, AttentionShape, require_at_least
-from cs336_systems.tile_search import Tables, TileBench, compiled_ahead, rankings, row_name
-from cs336_systems.user_tiles import user_table_path
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What is measured where the command line does not say."""
-
-    seq_len: int
-    heads: int
-    d: int
-    dtype: Literal["bfloat16", "float32"]
-    duration: Duration
-
-
-DEFAULTS = {
-    "cuda": Defaults(16384, 16, 64, "bfloat16", Duration(25, 100)),
-    "cpu": Defaults(128, 2, 32, "float32", Duration(0, 1)),
-}
 IN_INTERPRETER = "Triton's interpreter on a CPU, reduced run, no GPU"
 MOST_JOBS = 16
 SHOWN = 20  # of a kernel's tiles, on the console
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine (see DEFAULTS)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
+    """The command line."""
 
-    seq_len: int | None = None
-    """Length of queries and keys; by default 16384, without a GPU 128."""
-    heads: int | None = None
-    """Heads; by default 16, without a GPU 2."""
-    batch: int = 1
+    seq_len: Annotated[int | None, AtLeast(1), *by_device(16384, 128)] = None
+    """Length of queries and keys."""
+    heads: Annotated[int | None, AtLeast(1), *by_device(16, 2)] = None
+    """Heads."""
+    batch: Size = 1
     """Batch size."""
-    d: int | None = None
-    """Head dim; by default 64, without a GPU 32."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of q, k, v and o; by default bfloat16, without a GPU float32."""
+    d: Annotated[int | None, AtLeast(1), *by_device(64, 32)] = None
+    """Head dim."""
+    dtype: Annotated[DtypeName | None, *by_device("bfloat16", "float32")] = None
+    """The type of q, k, v and o."""
     causal: bool = True
     """Mask the keys that come after a query."""
     kernels: tuple[Literal["forward", "dk_dv", "dq"], ...] = ("forward", "dk_dv", "dq")
@@ -77,33 +56,38 @@ class Config:
     """Try fewer candidates."""
     write: bool = False
     """Put the winners into the user's table."""
-    out_jsonl: Path = Path("runs/autotune.jsonl")
-    """Where rows are written."""
+    out_jsonl: RowsPath = Path("runs/autotune.jsonl")
     out_md: Path = Path("runs/autotune.md")
     """Where the whole ranking of this shape and these kernels is written."""
-    jobs: int | None = None
-    """Processes that compile ahead; by default as many as there are cores, 16 at most. 0: compile one by one."""
-    fresh: bool = False
-    """Start over instead of going on with the rows in --out-jsonl."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "the number of --kernels", len(self.kernels))
-        require_at_least(0, "--jobs", 0 if self.jobs is None else self.jobs)
-
-
-def shape_of(config: Config, defaults: Defaults) -> AttentionShape:
-    """Self-attention in the sizes of the command line."""
-    sizes = overridden(defaults, seq_len=config.seq_len, heads=config.heads, d=config.d, dtype=config.dtype)
-    n = sizes.seq_len
-    return AttentionShape(config.batch, sizes.heads, n, n, sizes.d, DTYPES[sizes.dtype], config.causal)
+    jobs: Annotated[int | None, AtLeast(0), shown_default(f"as many as there are cores, {MOST_JOBS} at most")] = None
+    """Processes that compile ahead. 0: compile one by one."""
+    fresh: Fresh = False
 
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    from functools import partial
+
+    import torch
+    from rich.console import Console
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+    from cs336_systems import launch
+    from cs336_systems.attention import ATTENTION
+    from cs336_systems.bench.measure import Duration
+    from cs336_systems.bench.record import read_rows
+    from cs336_systems.bench.report import say, write_tables
+    from cs336_systems.bench.tuning import Search, TrialRow, print_rankings
+    from cs336_systems.bench.workload import DTYPES, AttentionShape
+    from cs336_systems.tile_search import Tables, TileBench, compiled_ahead, rankings, row_name
+    from cs336_systems.user_tiles import user_table_path
+
     interpreted = launch.is_interpreted() or not torch.cuda.is_available()
     device = torch.device("cpu" if interpreted else "cuda")
-    defaults = DEFAULTS[device.type]
-    shape = shape_of(config, defaults)
+    chosen = config.on(device)
+    n = chosen.seq_len
+    shape = AttentionShape(config.batch, chosen.heads, n, n, chosen.d, DTYPES[chosen.dtype], config.causal)
     if refusal := ATTENTION["flash_triton"].unsupported_reason(device, shape.dtype, shape.d):
         raise ValueError(refusal)
     if config.write and interpreted:
@@ -120,7 +104,7 @@ def main(config: Config) -> None:
         trials=tuple(trials),
         shape=shape,
         device=device,
-        budget=defaults.duration,
+        budget=Duration(25, 100) if device.type == "cuda" else Duration(0, 1),
         marked={(row_name(kernel), variant) for kernel in kernels for variant in tables.marks(kernel)},
         prepare=None if interpreted or jobs == 0 else partial(compiled_ahead, bench, trials, jobs),
     )
@@ -129,12 +113,11 @@ def main(config: Config) -> None:
 
     note = IN_INTERPRETER if interpreted else ""
     time_method = search.budget.time_method[device.type]
-    print_rankings(rankings(rows, kernels, tables, shape, note, time_method, SHOWN), console)
-    whole = rankings(rows, kernels, tables, shape, note, time_method)
-    write_tables(config.out_md, whole)
+    write_tables(config.out_md, rankings(rows, kernels, tables, shape, note, time_method))
     said = [f"Rows are in {config.out_jsonl}, tables in {config.out_md}."]
     if config.write and (path := user_table_path()):
         said += tables.write(path, shape, kernels, rows)
+    print_rankings(rankings(rows, kernels, tables, shape, note, time_method, SHOWN), console)
     for line in said:
         say(console, line)
 

@@ -10,88 +10,85 @@ sequence in float32 on the CPU.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from rich.console import Console
+from cs336_systems.bench.cli import (
+    REP_MS,
+    WARMUP_MS,
+    AtLeast,
+    DtypeName,
+    MemoryLimited,
+    RowsPath,
+    Size,
+    TablesPath,
+    by_device,
+    device_named,
+    limited,
+    require_outputs,
+    run_script,
+)
 
-from cs336_systems.attention import ATTENTION, PEERS
-from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, limited, overridden, publish, require_outputs, run_script
-from cs336_systems.bench.measure import COURSE, Duration
-from cs336_systems.bench.report import ladders
-from cs336_systems.bench.sweep import Sweep, run_all
-from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape
-from cs336_systems.implementation import Implementation
-from cs336_systems.ladder import LADDER
+if TYPE_CHECKING:
+    from cs336_systems.implementation import Implementation
 
 COURSE_HARNESS = "course harness"
 HARNESS_METHOD = (
     "course harness: torch.compile of the attention (naive is there what compiled is), then o.sum().backward() into "
     "one leaf of which q, k and v are slices; the sum, the slices' gradients and adding them up are in the time."
 )
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What is measured where the command line does not say."""
-
-    seq_len: int
-    dtype: Literal["bfloat16", "float32"]
-    duration: Duration
-    title: str
-
-
-DEFAULTS = {
-    "cuda": Defaults(16384, "bfloat16", Duration(200, 1000), "The ladder to the leaderboard"),
-    "cpu": Defaults(128, "float32", Duration(0, 20), "The ladder on a CPU, a short sequence (no GPU)"),
+TITLES = {
+    "cuda": "The ladder to the leaderboard",
+    "cpu": "The ladder on a CPU, a short sequence (no GPU)",
 }
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine (see DEFAULTS)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(MemoryLimited):
+    """The command line."""
 
-    seq_len: int | None = None
-    """Sequence length; by default 16384, on a CPU 128."""
-    heads: int = 16
+    seq_len: Annotated[int | None, AtLeast(1), *by_device(16384, 128)] = None
+    """Sequence length."""
+    heads: Size = 16
     """Heads; the batch is 1."""
-    d: int = 64
+    d: Size = 64
     """Head dim."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of q, k, v and o; by default bfloat16, on a CPU float32."""
+    dtype: Annotated[DtypeName | None, *by_device("bfloat16", "float32")] = None
+    """The type of q, k, v and o."""
     peers: bool = True
     """Also measure SDPA's backends and FlexAttention."""
-    warmup: int | None = None
-    """Milliseconds of passes before those that are timed; by default 200, on a CPU 0."""
-    rep: int | None = None
-    """Milliseconds of timed passes; by default 1000, on a CPU 20. Rows on record stay; --fresh measures them again."""
-    device: str | None = None
-    """By default the GPU if there is one."""
-    memory_limit_gib: float | None = None
-    """Let PyTorch have no more than this of the GPU's memory, as on a smaller card."""
-    out_jsonl: Path = Path("runs/leaderboard.jsonl")
-    """Where rows are written."""
-    out_md: Path = Path("runs/leaderboard.md")
-    """Where tables are written."""
-    fresh: bool = False
-    """Start over instead of going on with the rows in --out-jsonl."""
+    warmup: Annotated[int | None, AtLeast(0), *by_device(200, 0, WARMUP_MS)] = None
+    rep: Annotated[int | None, AtLeast(1), *by_device(1000, 20, REP_MS)] = None
+    out_jsonl: RowsPath = Path("runs/leaderboard.jsonl")
+    out_md: TablesPath = Path("runs/leaderboard.md")
 
 
-def compiled_whole(implementation: Implementation) -> Implementation:
+def compiled_whole(implementation: "Implementation") -> "Implementation":
     """The implementation as the course's harness calls it, under torch.compile."""
+    from cs336_systems.implementation import compiled_at_first_call
+
     if implementation.compiled:
         return implementation
-    return replace(implementation, function=torch.compile(implementation.function, fullgraph=True), compiled=True)
+    return replace(implementation, function=compiled_at_first_call(implementation.function), compiled=True)
 
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    from rich.console import Console
+
+    from cs336_systems.attention import ATTENTION, PEERS
+    from cs336_systems.bench.ceiling import measure_ceiling
+    from cs336_systems.bench.measure import COURSE, Duration
+    from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.report import ladders
+    from cs336_systems.bench.sweep import Sweep, run_all
+    from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape
+    from cs336_systems.ladder import LADDER
+
     device = device_named(config.device)
-    defaults = overridden(DEFAULTS[device.type], seq_len=config.seq_len, dtype=config.dtype)
-    budget = overridden(defaults.duration, warmup=config.warmup, rep=config.rep)
+    chosen = config.on(device)
+    budget = Duration(chosen.warmup, chosen.rep)
     limit = limited(device, config.memory_limit_gib)
-    n, dtype = defaults.seq_len, DTYPES[defaults.dtype]
+    n, dtype = chosen.seq_len, DTYPES[chosen.dtype]
     rungs, on_record = (*LADDER, *(PEERS if config.peers else ())), (*LADDER, *PEERS)
     plain = Sweep(
         implementations=rungs,
@@ -115,7 +112,7 @@ def main(config: Config) -> None:
     publish(
         rows,
         lambda rows, notes: ladders(
-            rows, defaults.title, [each.name for each in on_record], rungs[0].name, (*notes, HARNESS_METHOD)
+            rows, TITLES[device.type], [each.name for each in on_record], rungs[0].name, (*notes, HARNESS_METHOD)
         ),
         on_record,
         budget,

@@ -14,46 +14,52 @@ the kernels only where Triton interprets them.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
-import torch
-from rich.console import Console
-
-from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import device_named, overridden, publish, require_outputs, run_script
-from cs336_systems.bench.measure import GRAPH_METHOD, IN_GRAPH, Duration
-from cs336_systems.bench.report import rounds
-from cs336_systems.bench.sweep import Sweep, run_all
-from cs336_systems.bench.workload import AttentionShape, require_at_least
-from cs336_systems.implementation import Implementation
-from cs336_systems.ladder import PORTABLE
-
-OURS = (ATTENTION["flash_triton"], PORTABLE)
-
-
-def _shape(
-    batch: int, heads: int, n: int, d: int, dtype: torch.dtype = torch.bfloat16, causal: bool = True
-) -> AttentionShape:
-    return AttentionShape(batch, heads, n, n, d, dtype, causal)
+from cs336_systems.bench.cli import (
+    REP_MS,
+    WARMUP_MS,
+    AtLeast,
+    DtypeName,
+    OnDevice,
+    RowsPath,
+    Size,
+    TablesPath,
+    by_device,
+    device_named,
+    require_outputs,
+    run_script,
+)
 
 
-SHORT = (_shape(1, 16, 4096, 64), _shape(1, 16, 1024, 64), _shape(1, 1, 512, 64))
+class Problem(NamedTuple):
+    """One attention problem, queries as many as keys."""
+
+    batch: int
+    heads: int
+    n: int
+    d: int
+    dtype: DtypeName = "bfloat16"
+    causal: bool = True
+
+
+SHORT = (Problem(1, 16, 4096, 64), Problem(1, 16, 1024, 64), Problem(1, 1, 512, 64))
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """What is measured."""
+class Comparison:
+    """What is measured on one kind of device; "portable" is `cs336_systems.ladder.PORTABLE`."""
 
-    implementations: tuple[Implementation, ...]
-    compared: tuple[tuple[str, str], ...]  # (name, peer): columns of ratios
-    shapes: tuple[AttentionShape, ...]
-    in_graphs: tuple[AttentionShape, ...]  # of these, those whose launches may take as long as their kernels
-    duration: Duration
+    implementations: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...]  # (name, peer): columns of ratios
+    problems: tuple[Problem, ...]
+    in_graphs: tuple[Problem, ...]  # of these, those whose launches may take as long as their kernels
     title: str
 
 
-DEFAULTS = {
-    "cuda": Defaults(
-        (*OURS, *(ATTENTION[name] for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"))),
+COMPARISONS = {
+    "cuda": Comparison(
+        ("flash_triton", "portable", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
         (
             ("flash_triton", "sdpa_cudnn"),
             ("flash_triton", "sdpa_flash"),
@@ -62,61 +68,62 @@ DEFAULTS = {
             ("portable", "sdpa_efficient"),
         ),
         (
-            _shape(1, 16, 16384, 64),
-            _shape(1, 16, 16384, 128),
-            _shape(8, 16, 2048, 64),
+            Problem(1, 16, 16384, 64),
+            Problem(1, 16, 16384, 128),
+            Problem(8, 16, 2048, 64),
             *SHORT,
-            _shape(4, 16, 4096, 128, causal=False),
-            _shape(1, 16, 4096, 64, torch.float32),
+            Problem(4, 16, 4096, 128, causal=False),
+            Problem(1, 16, 4096, 64, "float32"),
         ),
         SHORT,
-        Duration(20, 80),
         "FlashAttention-2 in Triton beside PyTorch's SDPA",
     ),
-    "cpu": Defaults(
-        (ATTENTION["flash_pytorch"], *OURS, ATTENTION["sdpa"]),
+    "cpu": Comparison(
+        ("flash_pytorch", "flash_triton", "portable", "sdpa"),
         (("flash_pytorch", "sdpa"), ("flash_triton", "sdpa"), ("portable", "sdpa")),
-        (_shape(1, 2, 64, 16, torch.float32), _shape(1, 1, 32, 16, torch.float32, causal=False)),
+        (Problem(1, 2, 64, 16, "float32"), Problem(1, 1, 32, 16, "float32", causal=False)),
         (),
-        Duration(0, 5),
         "FlashAttention-2 in Triton beside PyTorch's SDPA on a CPU, short sequences (no GPU)",
     ),
 }
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine (see DEFAULTS)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(OnDevice):
+    """The command line."""
 
-    rounds: int = 7
+    rounds: Size = 7
     """How often each implementation is timed, in turns."""
-    warmup: int | None = None
-    """Milliseconds of passes before those that are timed; by default 20, on a CPU 0."""
-    rep: int | None = None
-    """Milliseconds of timed passes; by default 80, on a CPU 5. Rows on record stay; --fresh measures them again."""
-    device: str | None = None
-    """By default the GPU if there is one."""
-    out_jsonl: Path = Path("runs/flash_peers.jsonl")
-    """Where rows are written."""
-    out_md: Path = Path("runs/flash_peers.md")
-    """Where the table is written."""
-    fresh: bool = False
-    """Start over instead of going on with the rows in --out-jsonl."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, "--rounds", self.rounds)
+    warmup: Annotated[int | None, AtLeast(0), *by_device(20, 0, WARMUP_MS)] = None
+    rep: Annotated[int | None, AtLeast(1), *by_device(80, 5, REP_MS)] = None
+    out_jsonl: RowsPath = Path("runs/flash_peers.jsonl")
+    out_md: TablesPath = Path("runs/flash_peers.md")
 
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    from rich.console import Console
+
+    from cs336_systems.attention import ATTENTION
+    from cs336_systems.bench.measure import GRAPH_METHOD, IN_GRAPH, Duration
+    from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.report import rounds
+    from cs336_systems.bench.sweep import Sweep, run_all
+    from cs336_systems.bench.workload import DTYPES, AttentionShape
+    from cs336_systems.ladder import PORTABLE
+
+    def shapes(problems: tuple[Problem, ...]) -> list[AttentionShape]:
+        return [AttentionShape(p.batch, p.heads, p.n, p.n, p.d, DTYPES[p.dtype], p.causal) for p in problems]
+
     device = device_named(config.device)
-    defaults = DEFAULTS[device.type]
-    budget = overridden(defaults.duration, warmup=config.warmup, rep=config.rep)
+    comparison, chosen = COMPARISONS[device.type], config.on(device)
+    implementations = [(ATTENTION | {"portable": PORTABLE})[name] for name in comparison.implementations]
+    budget = Duration(chosen.warmup, chosen.rep)
     sweeps = []
     for number in range(1, config.rounds + 1):
         sweep = Sweep(
-            implementations=defaults.implementations,
-            shapes=defaults.shapes,
+            implementations=implementations,
+            shapes=shapes(comparison.problems),
             passes=("forward", "forward_backward"),
             reference=ATTENTION["naive"].function,
             device=device,
@@ -125,7 +132,7 @@ def main(config: Config) -> None:
         )
         in_graphs = replace(
             sweep,
-            shapes=defaults.in_graphs,
+            shapes=shapes(comparison.in_graphs),
             passes=("forward_backward",),
             variant=f"{sweep.variant}, CUDA graph",
             harness=IN_GRAPH,
@@ -133,12 +140,12 @@ def main(config: Config) -> None:
         sweeps += [sweep, in_graphs]
     console = Console()
     rows = run_all(sweeps, config.out_jsonl, config.fresh, console)
-    names = [each.name for each in defaults.implementations]
-    of_graphs = (GRAPH_METHOD,) if defaults.in_graphs else ()
+    names = comparison.implementations
+    of_graphs = (GRAPH_METHOD,) if comparison.in_graphs else ()
     publish(
         rows,
-        lambda rows, notes: [rounds(rows, defaults.title, names, defaults.compared, (*notes, *of_graphs))],
-        defaults.implementations,
+        lambda rows, notes: [rounds(rows, comparison.title, names, comparison.ratios, (*notes, *of_graphs))],
+        implementations,
         budget,
         device,
         config.out_jsonl,

@@ -11,99 +11,85 @@ starts over). Without a GPU it measures a reduced grid on the CPU, where the ker
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from rich.console import Console
+from cs336_systems.bench.cli import (
+    REP_MS,
+    WARMUP_MS,
+    AtLeast,
+    DtypeName,
+    ImplementationName,
+    MemoryLimited,
+    RowsPath,
+    Size,
+    TablesPath,
+    by_device,
+    device_named,
+    limited,
+    require_outputs,
+    run_script,
+)
 
-from cs336_systems.attention import ATTENTION, PEERS
-from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, limited, overridden, publish, require_outputs, run_script
-from cs336_systems.bench.measure import Duration, float32_precision
-from cs336_systems.bench.report import comparisons
-from cs336_systems.bench.sweep import Sweep
-from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two, require_at_least
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What is measured where the command line does not say."""
-
-    seq_max: int
-    d_max: int
-    implementations: tuple[str, ...]
-    duration: Duration
-    title: str
-
-
-GRIDS = {
-    "cuda": Grid(65536, 128, ("naive", "compiled", "flash_triton"), Duration(25, 100), "FlashAttention-2 and PyTorch"),
-    "cpu": Grid(
-        512,
-        32,
-        ("naive", "flash_pytorch", "flash_triton"),
-        Duration(5, 20),
-        "FlashAttention-2 and PyTorch on a CPU, reduced grid (no GPU)",
-    ),
+TITLES = {
+    "cuda": "FlashAttention-2 and PyTorch",
+    "cpu": "FlashAttention-2 and PyTorch on a CPU, reduced grid (no GPU)",
 }
+MEASURED = {"cuda": ("naive", "compiled", "flash_triton"), "cpu": ("naive", "flash_pytorch", "flash_triton")}
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine (see GRIDS)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(MemoryLimited):
+    """The command line."""
 
-    seq_min: int = 128
+    seq_min: Size = 128
     """Shortest sequence."""
-    seq_max: int | None = None
-    """Longest sequence; by default 65536, on a CPU 512."""
-    d_min: int = 16
+    seq_max: Annotated[int | None, AtLeast(1), *by_device(65536, 512)] = None
+    """Longest sequence."""
+    d_min: Size = 16
     """Smallest head dim."""
-    d_max: int | None = None
-    """Largest head dim; by default 128, on a CPU 32."""
-    batch_sizes: tuple[int, ...] = (1,)
+    d_max: Annotated[int | None, AtLeast(1), *by_device(128, 32)] = None
+    """Largest head dim."""
+    batch_sizes: tuple[Size, ...] = (1,)
     """Batch sizes; there is one head."""
-    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16", "float32")
-    """Of q, k, v and o."""
+    dtypes: tuple[DtypeName, ...] = ("bfloat16", "float32")
+    """Types of q, k, v and o."""
     float32_precision: tuple[Literal["highest", "high"], ...] = ("highest",)
     """How float32 is multiplied: "highest" has no TF32, "high" has."""
     causal: bool = True
     """Mask the keys that come after a query."""
-    implementations: tuple[str, ...] | None = None
-    """What is measured; by default naive, compiled and flash_triton, on a CPU naive, flash_pytorch and flash_triton."""
+    implementations: Annotated[tuple[ImplementationName, ...] | None, *by_device(**MEASURED)] = None
+    """What is measured."""
     peers: bool = False
     """Also measure SDPA's flash, cuDNN and memory-efficient backends and FlexAttention."""
-    warmup: int | None = None
-    """Milliseconds of passes before those that are timed; by default 25, on a CPU 5."""
-    rep: int | None = None
-    """Milliseconds of timed passes; by default 100, on a CPU 20. Rows on record stay; --fresh measures them again."""
-    device: str | None = None
-    """By default the GPU if there is one."""
-    memory_limit_gib: float | None = None
-    """Let PyTorch have no more than this of the GPU's memory, as on a smaller card."""
-    out_jsonl: Path = Path("runs/flash_bench.jsonl")
-    """Where rows are written."""
-    out_md: Path = Path("runs/flash_bench.md")
-    """Where tables are written."""
-    fresh: bool = False
-    """Start over instead of going on with the rows in --out-jsonl."""
+    warmup: Annotated[int | None, AtLeast(0), *by_device(25, 5, WARMUP_MS)] = None
+    rep: Annotated[int | None, AtLeast(1), *by_device(100, 20, REP_MS)] = None
+    out_jsonl: RowsPath = Path("runs/flash_bench.jsonl")
+    out_md: TablesPath = Path("runs/flash_bench.md")
 
     def __post_init__(self) -> None:
-        for name in ("batch_sizes", "dtypes", "float32_precision"):
-            require_at_least(1, f"the number of --{name.replace('_', '-')}", len(getattr(self, name)))
-        for name in self.implementations or ():
-            if name not in ATTENTION:
-                raise ValueError(f"--implementations has {name!r}; allowed are {', '.join(ATTENTION)}")
+        super().__post_init__()
+        for least, most in (("seq_min", "seq_max"), ("d_min", "d_max")):
+            self.require_range(least, most)
 
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    from rich.console import Console
+
+    from cs336_systems.attention import ATTENTION, PEERS
+    from cs336_systems.bench.ceiling import measure_ceiling
+    from cs336_systems.bench.measure import Duration, float32_precision
+    from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.report import comparisons
+    from cs336_systems.bench.sweep import Sweep
+    from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two
+
     device = device_named(config.device)
-    grid = overridden(
-        GRIDS[device.type], seq_max=config.seq_max, d_max=config.d_max, implementations=config.implementations or None
-    )
-    names = grid.implementations + (tuple(p.name for p in PEERS) if config.peers else ())
-    budget = overridden(grid.duration, warmup=config.warmup, rep=config.rep)
-    lengths = powers_of_two("seq", config.seq_min, grid.seq_max)
-    head_dims = powers_of_two("d", config.d_min, grid.d_max)
+    chosen = config.on(device)
+    names = chosen.implementations + (tuple(p.name for p in PEERS) if config.peers else ())
+    budget = Duration(chosen.warmup, chosen.rep)
+    lengths = powers_of_two("seq", config.seq_min, chosen.seq_max)
+    head_dims = powers_of_two("d", config.d_min, chosen.d_max)
     variant = limited(device, config.memory_limit_gib)
 
     console, rows, fresh = Console(), [], config.fresh
@@ -129,7 +115,7 @@ def main(config: Config) -> None:
                 fresh = False
     publish(
         rows,
-        lambda rows, notes: comparisons(rows, grid.title, tuple(ATTENTION), "naive", notes, memory=False),
+        lambda rows, notes: comparisons(rows, TITLES[device.type], tuple(ATTENTION), "naive", notes, memory=False),
         tuple(ATTENTION.values()),
         budget,
         device,

@@ -13,38 +13,28 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-from rich.console import Console
-from torch import nn
-
-from cs336_basics.model import BasicsTransformerLM
-from cs336_basics.nn_utils import clip_gradient, cross_entropy
-from cs336_basics.optimizer import AdamW
-from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, overridden, require_outputs, run_script
-from cs336_systems.bench.measure import Passes, float32_precision
-from cs336_systems.bench.model import (
-    MODEL_FLOPS_METHOD,
-    MODEL_PASSES,
-    PASSES_METHOD,
-    SIZES,
-    VOCABULARY,
-    ModelPass,
-    ModelRow,
-    ModelWorkload,
-    Recipe,
+from cs336_systems.bench.cli import (
+    AtLeast,
+    ImplementationName,
+    OnDevice,
+    RowsPath,
+    Size,
+    by_device,
+    device_named,
+    require_outputs,
+    run_script,
+    shown_default,
 )
-from cs336_systems.bench.model_report import model_tables
-from cs336_systems.bench.model_sweep import ModelSweep
-from cs336_systems.bench.record import read_rows
-from cs336_systems.bench.report import say, write_tables
-from cs336_systems.bench.workload import require_at_least
-from cs336_systems.implementation import AttentionFunction
 
-STEPS = {"cuda": Passes(warmup=5, iterations=10), "cpu": Passes(warmup=0, iterations=1)}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from cs336_systems.bench.model import ModelWorkload
+    from cs336_systems.implementation import AttentionFunction
+
 TITLES = {"cuda": "Transformer", "cpu": "Transformer on a CPU, single steps (no GPU)"}
 MAX_GRADIENT_NORM = 1.0
 STEP_METHOD = f"The optimizer's step: gradients clipped to norm {MAX_GRADIENT_NORM:g}, AdamW in float32."
@@ -54,64 +44,56 @@ PEAK_METHOD = (
 )
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine."""
+@dataclass(frozen=True, kw_only=True)
+class Config(OnDevice):
+    """The command line."""
 
     model_size: tuple[Literal["small", "medium", "large", "xl", "2.7b"], ...] = ("small",)
     """Sizes of the model."""
     sweep: bool = False
     """All five sizes, in place of --model-size."""
-    context_length: int = 128
+    context_length: Size = 128
     """Tokens in a sequence."""
-    sweep_contexts: tuple[int, ...] = ()
+    sweep_contexts: Annotated[tuple[Size, ...], shown_default("none")] = ()
     """Several context lengths, in place of --context-length."""
-    batch: int = 4
+    batch: Size = 4
     """Sequences in a batch."""
-    attention: tuple[str, ...] = ("naive",)
-    """Some of naive, compiled, flash_pytorch, flash_triton, sdpa, sdpa_flash, sdpa_cudnn, sdpa_efficient and flex."""
-    passes: tuple[Literal["forward", "forward_backward", "training_step"], ...] = MODEL_PASSES
+    attention: tuple[ImplementationName, ...] = ("naive",)
+    """Attention implementations."""
+    passes: tuple[Literal["forward", "forward_backward", "training_step"], ...] = (
+        "forward",
+        "forward_backward",
+        "training_step",
+    )
     """What is timed."""
     compile: bool = False
     """torch.compile the model, in one graph."""
-    amp: Literal["bf16"] | None = None
+    amp: Annotated[Literal["bf16"] | None, shown_default("float32 throughout")] = None
     """Run under autocast to bfloat16."""
     float32_precision: Literal["highest", "high"] = "highest"
     """How float32 is multiplied: "highest" has no TF32, "high" has."""
-    warmup: int | None = None
-    """Passes before those that are timed; by default 5, on a CPU 0."""
-    steps: int | None = None
-    """Timed passes; by default 10, on a CPU 1."""
+    warmup: Annotated[int | None, AtLeast(0), *by_device(5, 0)] = None
+    """Passes before those that are timed."""
+    steps: Annotated[int | None, AtLeast(1), *by_device(10, 1)] = None
+    """Timed passes."""
     nvtx: bool = False
     """Name the parts of a pass for Nsight Systems."""
-    memory_snapshot: Path | None = None
+    memory_snapshot: Annotated[Path | None, shown_default("no snapshot")] = None
     """Record every allocation, and write them here at the end."""
-    device: str | None = None
-    """By default the GPU if there is one."""
-    out_jsonl: Path = Path("runs/bench.jsonl")
-    """Where rows are written."""
+    out_jsonl: RowsPath = Path("runs/bench.jsonl")
     out_md: Path = Path("runs/bench.md")
     """Where --write-md writes tables."""
     write_md: bool = False
     """Write tables of all that this machine has on record in --out-jsonl."""
-    fresh: bool = False
-    """Start over instead of going on with the rows in --out-jsonl."""
-
-    def __post_init__(self) -> None:
-        for name in ("model_size", "attention", "passes"):
-            require_at_least(1, f"the number of --{name.replace('_', '-')}", len(getattr(self, name)))
-        for name, least in (("context_length", 1), ("batch", 1), ("steps", 1), ("warmup", 0)):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(least, f"--{name.replace('_', '-')}", value)
-        for length in self.sweep_contexts:
-            require_at_least(1, "a length in --sweep-contexts", length)
-        for name in self.attention:
-            if name not in ATTENTION:
-                raise ValueError(f"--attention has {name!r}; allowed are {', '.join(ATTENTION)}")
 
 
-def make_model(workload: ModelWorkload, attention: AttentionFunction, device: torch.device) -> nn.Module:
+def make_model(workload: "ModelWorkload", attention: "AttentionFunction", device: "torch.device") -> "nn.Module":
     """A model of the workload's size with seeded parameters in float32."""
+    import torch
+
+    from cs336_basics.model import BasicsTransformerLM
+    from cs336_systems.bench.model import VOCABULARY
+
     torch.manual_seed(0)
     size = workload.size
     return BasicsTransformerLM(
@@ -126,8 +108,11 @@ def make_model(workload: ModelWorkload, attention: AttentionFunction, device: to
     )
 
 
-def make_step(parameters: list[nn.Parameter]) -> Callable[[], object]:
+def make_step(parameters: list["nn.Parameter"]) -> Callable[[], object]:
     """AdamW on clipped gradients."""
+    from cs336_basics.nn_utils import clip_gradient
+    from cs336_basics.optimizer import AdamW
+
     optimizer = AdamW(parameters)
 
     def step() -> None:
@@ -140,6 +125,8 @@ def make_step(parameters: list[nn.Parameter]) -> Callable[[], object]:
 @contextmanager
 def recorded_memory(path: Path | None) -> Generator[None]:
     """Record allocations in the block and write them to `path`, unless it is None."""
+    import torch
+
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -153,13 +140,35 @@ def recorded_memory(path: Path | None) -> Generator[None]:
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    import torch
+    from rich.console import Console
+
+    from cs336_basics.nn_utils import cross_entropy
+    from cs336_systems.attention import ATTENTION
+    from cs336_systems.bench.ceiling import measure_ceiling
+    from cs336_systems.bench.measure import Passes, float32_precision
+    from cs336_systems.bench.model import (
+        MODEL_FLOPS_METHOD,
+        PASSES_METHOD,
+        SIZES,
+        ModelPass,
+        ModelRow,
+        ModelWorkload,
+        Recipe,
+    )
+    from cs336_systems.bench.model_report import model_tables
+    from cs336_systems.bench.model_sweep import ModelSweep
+    from cs336_systems.bench.record import read_rows
+    from cs336_systems.bench.report import say, write_tables
+
     device = device_named(config.device)
     for flag, wanted in (("--nvtx", config.nvtx), ("--memory-snapshot", config.memory_snapshot)):
         if wanted and device.type != "cuda":
             raise ValueError(f"{flag} needs a GPU, got {device}")
         if wanted and config.out_jsonl.exists() and not config.fresh:
             raise ValueError(f"{flag} measures anew what is on record; give --fresh, or a new --out-jsonl")
-    budget = overridden(STEPS[device.type], warmup=config.warmup, iterations=config.steps)
+    chosen = config.on(device)
+    budget = Passes(chosen.warmup, chosen.steps)
     contexts = dict.fromkeys(config.sweep_contexts or (config.context_length,))
     sizes = SIZES.values() if config.sweep else [SIZES[name] for name in dict.fromkeys(config.model_size)]
     workloads = [ModelWorkload(size, n, config.batch, config.amp == "bf16") for size in sizes for n in contexts]

@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.differentiable_once import differentiable_once
 from cs336_systems.flash_triton import FlashAttention2Triton
+from cs336_systems.implementation import compiled_at_first_call
 from cs336_systems.inputs import Keys, PerQuery, Queries, require_as_saved, without_autocast
 
 
@@ -43,7 +44,7 @@ def dense_backward(
     return dS @ k, dS.mT @ q, dv  # (18), (19)
 
 
-compiled_dense_backward = torch.compile(dense_backward, fullgraph=True)
+compiled_dense_backward = compiled_at_first_call(dense_backward)
 
 
 class FlashAttention2TritonDenseBackward(torch.autograd.Function):

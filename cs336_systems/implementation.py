@@ -3,12 +3,37 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """`attention(q, k, v, is_causal) -> o`: q and o are (..., n_queries, d), k and v are (..., n_keys, d)."""
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def compiled_at_first_call(function: AnyFunction, **options: Any) -> AnyFunction:
+    """`torch.compile(function, fullgraph=True, **options)`, made when it is first called.
+
+    torch.compile imports its compiler and looks up the user's name, which takes seconds, and fails for a user without
+    an account. A call in a function that is being compiled is compiled with that function.
+    """
+
+    @cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, **options)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return compiled()(*args, **kwargs)
+
+    return call  # ty: ignore[invalid-return-type]
 
 
 def first_line(error: BaseException) -> str:

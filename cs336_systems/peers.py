@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from cs336_systems.implementation import AttentionFunction, first_line
+from cs336_systems.implementation import AttentionFunction, compiled_at_first_call, first_line
 
 Q = Float[Tensor, "batch heads n_queries d"]
 KV = Float[Tensor, "batch heads n_keys d"]
@@ -66,7 +66,7 @@ def _causal_blocks(n_queries: int, n_keys: int, device: torch.device) -> BlockMa
     return create_block_mask(_causal, None, None, n_queries, n_keys, device=device)
 
 
-_compiled_flex_attention = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+_compiled_flex_attention = compiled_at_first_call(flex_attention, dynamic=False)
 
 
 def flex(q: Q, k: KV, v: KV, is_causal: bool = False) -> Q:

@@ -12,72 +12,69 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-import torch
-import triton
-from rich.console import Console
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from cs336_systems.bench.cli import CommandLine, DtypeName, Size, require_tables, run_script, shown_default
 
-from cs336_systems.bench.entry import require_tables, run_script
-from cs336_systems.bench.report import Table
-from cs336_systems.bench.workload import require_at_least
-from cs336_systems.cubin import Usage, assembler, require_compiler, usage_of
-from cs336_systems.inputs import MAX_HEAD_DIM
-from cs336_systems.kernels import backward, forward
-from cs336_systems.kernels.primitives import Strided
-from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, Gpu, GpuClass, Tile, padded_head_dim, shipped_tiles
-from cs336_systems.tile_search import TILE_METHOD, tile_text
+if TYPE_CHECKING:
+    from triton.compiler import ASTSource
 
-FUNCTIONS = {
-    "forward": forward.flash_forward_kernel,
-    "dk_dv": backward.flash_backward_dk_dv_kernel,
-    "dq": backward.flash_backward_dq_kernel,
-}
-DTYPES = {"bfloat16": ("bf16", torch.bfloat16), "float16": ("fp16", torch.float16), "float32": ("fp32", torch.float32)}
+    from cs336_systems.cubin import Usage
+    from cs336_systems.kernels.tiles import Gpu, Tile
+
+GpuClass = Literal["turing", "ampere", "a100", "ada", "hopper", "blackwell", "blackwell-consumer"]
+"""The names in `cs336_systems.kernels.tiles.GPUS`."""
+LARGEST_HEAD_DIM = 256
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
     """The command line."""
 
-    gpus: tuple[GpuClass, ...] = tuple(GPUS)
+    gpus: tuple[GpuClass, ...] = get_args(GpuClass)
     """Classes of GPU."""
     head_dims: tuple[int, ...] = (16, 32, 64, 128, 256)
     """Head dims."""
-    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16", "float32")
-    """Types of q, k, v and o; where bfloat16 is not to be had, float16 takes its place."""
+    dtypes: tuple[DtypeName, ...] = ("bfloat16", "float32")
+    """Types of q, k, v and o. A GPU without bfloat16 gets float16 instead."""
     masks: tuple[Literal["causal", "full"], ...] = ("causal", "full")
     """Whether a query sees the keys up to its own index, or all."""
-    markdown: Path | None = None
+    markdown: Annotated[Path | None, shown_default("no file")] = None
     """Also write the table here."""
-    jobs: int = os.cpu_count() or 1
+    jobs: Size = os.cpu_count() or 1
     """Processes that compile."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, "--jobs", self.jobs)
+        super().__post_init__()
         for d in self.head_dims:
-            if not 1 <= d <= MAX_HEAD_DIM:
-                raise ValueError(f"--head-dims has {d}; allowed are 1 to {MAX_HEAD_DIM}")
+            if not 1 <= d <= LARGEST_HEAD_DIM:
+                raise ValueError(f"--head-dims has {d}; allowed are 1 to {LARGEST_HEAD_DIM}")
 
 
 @dataclass(frozen=True)
 class Entry:
     """One tile of one table."""
 
-    gpu: Gpu
+    gpu: "Gpu"
     kernel: str
     d: int
     dtype: str
-    tile: Tile
+    tile: "Tile"
     is_causal: bool
 
 
-def source(entry: Entry) -> ASTSource:
+def source(entry: Entry) -> "ASTSource":
     """The kernel with types for its arguments, as a launch over contiguous tensors would specialise it."""
-    element, dtype = DTYPES[entry.dtype]
+    import torch
+    from triton.compiler import ASTSource
+
+    from cs336_systems.kernels import backward, forward
+    from cs336_systems.kernels.primitives import Strided
+    from cs336_systems.kernels.tiles import padded_head_dim
+
+    element, dtype = ELEMENTS[entry.dtype], getattr(torch, entry.dtype)
     tile, width = entry.tile, padded_head_dim(entry.d)
     constants = {
         "D": entry.d,
@@ -88,7 +85,11 @@ def source(entry: Entry) -> ASTSource:
         **tile.constants(entry.is_causal),
     }
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
-    function = FUNCTIONS[entry.kernel]
+    function = {
+        "forward": forward.flash_forward_kernel,
+        "dk_dv": backward.flash_backward_dk_dv_kernel,
+        "dq": backward.flash_backward_dq_kernel,
+    }[entry.kernel]
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -109,10 +110,15 @@ def source(entry: Entry) -> ASTSource:
     return ASTSource(function, signature, values, attributes)
 
 
-def compiled(entry: Entry) -> Usage | str:
+def compiled(entry: Entry) -> "Usage | str":
     """What the entry takes, or why it cannot be compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from cs336_systems.cubin import usage_of
+
     major, minor = entry.gpu.capability
-    options = entry.tile.options() | {"enable_fp_fusion": DTYPES[entry.dtype][1].itemsize == 2}
+    options = entry.tile.options() | {"enable_fp_fusion": entry.dtype != "float32"}
     try:
         kernel = triton.compile(source(entry), target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     except Exception as error:
@@ -122,6 +128,10 @@ def compiled(entry: Entry) -> Usage | str:
 
 def entries(config: Config) -> tuple[list[Entry], list[str]]:
     """What the shipped tables choose; and why there is nothing for some head dims."""
+    import torch
+
+    from cs336_systems.kernels.tiles import GPUS, KERNELS, shipped_tiles
+
     found, refusals = [], []
     wanted = [
         (GPUS[name], "float16" if dtype == "bfloat16" and GPUS[name].capability < (8, 0) else dtype, d)
@@ -129,7 +139,7 @@ def entries(config: Config) -> tuple[list[Entry], list[str]]:
     ]
     for gpu, dtype, d in dict.fromkeys(wanted):
         try:
-            tiles = shipped_tiles(gpu, d, DTYPES[dtype][1])
+            tiles = shipped_tiles(gpu, d, getattr(torch, dtype))
         except ValueError as error:
             refusals.append(f"{gpu.name}, {dtype}, d = {d}: {error}.")
             continue
@@ -141,9 +151,17 @@ def entries(config: Config) -> tuple[list[Entry], list[str]]:
 
 
 def main(config: Config) -> None:
-    require_compiler()
     if config.markdown is not None:
-        require_tables(config.markdown)
+        require_tables("--markdown", config.markdown)
+    import triton
+    from rich.console import Console
+
+    from cs336_systems.bench.report import Table
+    from cs336_systems.cubin import Usage, assembler, require_compiler
+    from cs336_systems.kernels.tiles import KIB
+    from cs336_systems.tile_search import TILE_METHOD, tile_text
+
+    require_compiler()
     console, (chosen, refusals) = Console(), entries(config)
     with ProcessPoolExecutor(config.jobs) as pool:
         results = list(pool.map(compiled, chosen))
@@ -167,9 +185,9 @@ def main(config: Config) -> None:
     ]
     headers = ["GPU", "target", "dtype", "d", "kernel", "mask", "tile", "registers", "stack bytes", "shared KiB"]
     table = Table("What Triton makes of every shipped tile", headers, lines, notes)
-    table.print(console)
     if config.markdown is not None:
         config.markdown.write_text(table.to_markdown(), encoding="utf-8")
+    table.print(console)
     if len(usages) < len(results):
         raise ValueError(f"{len(results) - len(usages)} of {len(results)} could not be compiled; the table says why")
 

@@ -5,17 +5,29 @@ uv run pytest tests/test_flash_properties.py && uv run scripts/error_ratios.py [
 """
 
 import json
-import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+
+import tyro
+
+from cs336_systems.bench.cli import CommandLine, run_script
 
 TENSORS = ("o", "L", "dq", "dk", "dv")
 
 
-def main(path: Path) -> None:
-    if not path.is_file():
-        sys.exit(f"error: there is no {path}; the property tests write it on a GPU")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
+    """The command line."""
+
+    jsonl: tyro.conf.Positional[Path] = Path("runs/error_ratios.jsonl")
+    """The errors that the property tests recorded."""
+
+
+def main(config: Config) -> None:
+    if not config.jsonl.is_file():
+        raise ValueError(f"there is no {config.jsonl}; the property tests write it on a GPU")
+    rows = [json.loads(line) for line in config.jsonl.read_text(encoding="utf-8").splitlines()]
     groups = defaultdict(list)
     for row in rows:
         groups[row["implementation"], row["dtype"]].append(row)
@@ -40,4 +52,4 @@ def largest(rows: list[dict], ratio: str, tensor: str) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/error_ratios.jsonl"))
+    run_script(main, Config, __doc__)

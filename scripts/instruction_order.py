@@ -13,24 +13,18 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-import triton
-from rich.console import Console
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from cs336_systems.bench.cli import CommandLine, run_script
 
-from cs336_systems import launch_hopper
-from cs336_systems.bench.entry import run_script
-from cs336_systems.cubin import assembler, assembly_of, require_compiler, usage_of
-from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, AnyTile, HopperForward, padded_head_dim
-from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION, KernelCall
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-HOPPER = GPUTarget("cuda", 90, 32)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    from cs336_systems.kernels.tiles import AnyTile, HopperForward
+    from cs336_systems.launch import KernelCall
+
+ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 SHAPE = (1, 1, 256)  # batch, heads, n: any multiples of the tiles
 
 # What an instruction begins with -> what it is called here; the first that fits counts.
@@ -57,40 +51,54 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
     """The command line."""
 
     d: int = 64
     """Head dim, 40 to 128 in steps of 8."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """Of q, k, v and o."""
+    """The type of q, k, v and o."""
     causal: bool = True
     """Mask the keys that come after a query."""
 
     def __post_init__(self) -> None:
-        if padded_head_dim(self.d) not in HOPPER_OWN or self.d % 8:
+        super().__post_init__()
+        if not 40 <= self.d <= 128 or self.d % 8:
             raise ValueError(f"--d is {self.d}; Hopper has kernels of its own for multiples of 8 from 40 to 128")
 
 
-def forward_source(config: Config, tile: HopperForward) -> GluonASTSource:
+def forward_source(config: Config, tile: "HopperForward") -> "GluonASTSource":
     """The forward kernel, for what its launch hands over."""
-    q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
+    import torch
+
+    from cs336_systems import launch_hopper
+
+    q = torch.empty((*SHAPE, config.d), dtype=getattr(torch, config.dtype), device="meta")
     L = q.new_empty(SHAPE, dtype=torch.float32)
     return source(launch_hopper.FORWARD, tile, (q, q, q, q, L), config)
 
 
-def backward_source(config: Config) -> GluonASTSource:
+def backward_source(config: Config) -> "GluonASTSource":
     """The backward kernel of that head dim, for what its launch hands over."""
-    q = torch.empty((*SHAPE, config.d), dtype=DTYPES[config.dtype], device="meta")
+    import torch
+
+    from cs336_systems import launch_hopper
+    from cs336_systems.kernels.tiles import HOPPER_OWN, STEP_COLUMNS, padded_head_dim
+
+    q = torch.empty((*SHAPE, config.d), dtype=getattr(torch, config.dtype), device="meta")
     width = padded_head_dim(config.d)
     parts, dq_sum = q.new_empty(2 * SHAPE[-1], STEP_COLUMNS), q.new_empty((*SHAPE, width), dtype=torch.float32)
     tensors = (q, q, q, q, parts, dq_sum, q, q)
     return source(launch_hopper.BACKWARD[width], HOPPER_OWN[width].backward, tensors, config)
 
 
-def source(call: KernelCall, tile: AnyTile, tensors: tuple[Tensor, ...], config: Config) -> GluonASTSource:
+def source(call: "KernelCall", tile: "AnyTile", tensors: "tuple[Tensor, ...]", config: Config) -> "GluonASTSource":
     """The call's kernel for tensors like these; what is left is a length, or the scale."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from cs336_systems.kernels.tiles import padded_head_dim
+
     kernel = call.function()
     types = [type_of(take(x, tile)) for take, x in zip(call.takes, tensors, strict=True)]
     constants = tile.constants(config.causal) | {"D_TILE_SIZE": padded_head_dim(config.d)}
@@ -103,9 +111,9 @@ def source(call: KernelCall, tile: AnyTile, tensors: tuple[Tensor, ...], config:
 
 def type_of(argument: Any) -> str:
     """What Triton calls the type of a descriptor, or of a tensor."""
-    if isinstance(argument, Tensor):
-        return f"*{ELEMENTS[argument.dtype]}"
-    return f"tensordesc<{ELEMENTS[argument.base.dtype]}{argument.block_shape},{argument.layout!r}>"
+    if not hasattr(argument, "block_shape"):
+        return f"*{ELEMENTS[str(argument.dtype)]}"
+    return f"tensordesc<{ELEMENTS[str(argument.base.dtype)]}{argument.block_shape},{argument.layout!r}>"
 
 
 def inner_loops(instructions: list[tuple[int, str]]) -> list[list[str]]:
@@ -142,6 +150,14 @@ def in_order(kinds: list[str]) -> str:
 
 
 def main(config: Config) -> None:
+    import triton
+    from rich.console import Console
+    from triton.backends.compiler import GPUTarget
+
+    from cs336_systems.cubin import assembler, assembly_of, require_compiler, usage_of
+    from cs336_systems.kernels.tiles import HOPPER_OWN, padded_head_dim
+    from cs336_systems.launch import TRITON_IS_TESTED, TRITON_VERSION
+
     require_compiler()
     if not TRITON_IS_TESTED:
         raise ValueError(f"Hopper's own kernels are for Triton 3.6, and here is {TRITON_VERSION or 'none'}")
@@ -153,7 +169,7 @@ def main(config: Config) -> None:
         sources["forward of few tiles"] = forward_source(config, tiles.forward_of_few)
     sources["backward"] = backward_source(config)
     for name, of in sources.items():
-        kernel = triton.compile(of, target=HOPPER, options={"num_warps": 4})
+        kernel = triton.compile(of, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
         usage = usage_of(kernel)
         console.print(
             f"{name}: {usage.registers} registers at the start, {usage.stack} bytes of stack, "

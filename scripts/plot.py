@@ -10,30 +10,31 @@ number, and the footer says why there is none.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from cs336_systems.bench.entry import run_script
-from cs336_systems.bench.plots import draw
-from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.cli import CommandLine, run_script, shown_default
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
     """The command line."""
 
     jsonl: tyro.conf.Positional[Path]
     """Rows that a benchmark wrote."""
-    out_dir: Path | None = None
-    """Where the figures are written; by default a folder beside the rows with their file's name, and for metrics.jsonl,
-    which has a folder to itself, that folder."""
-    baseline: str | None = None
-    """The implementation over which speed-ups are given; by default naive, where there are rows of it."""
+    out_dir: Annotated[Path | None, shown_default("a folder beside the rows; for metrics.jsonl the rows' own")] = None
+    """Where the figures are written."""
+    baseline: Annotated[str | None, shown_default("naive, if it has rows")] = None
+    """The implementation over which speed-ups are given."""
     title: str = "Attention"
     """What each figure's title begins with."""
 
 
 def main(config: Config) -> None:
+    from cs336_systems.bench.plots import draw
+    from cs336_systems.bench.record import read_rows
+
     rows, path = read_rows(config.jsonl), config.jsonl
     # The figures of two files have the same names.
     beside = path.parent if path.name == "metrics.jsonl" else path.with_suffix("")

@@ -5,6 +5,10 @@
 #
 #   scripts/profile_nsys.sh runs/profile --model-size small --context-length 1024 --attention flash_triton
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set/{/^set/!s/^# \?//p}' "$0"
+    exit
+fi
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
     echo "usage: scripts/profile_nsys.sh OUTPUT [arguments of benchmark.py …]" >&2
     exit 2

@@ -9,6 +9,10 @@
 # Steps: pytorch_attention small_card flash growth ladder peers tuning model training compiled plots, and report where
 # there is a template. A step that was interrupted goes on where it stopped.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set/{/^set/!s/^# \?//p}' "$0"
+    exit
+fi
 if [ $# -eq 0 ] || [[ $1 == -* ]]; then
     echo "usage: scripts/reproduce_runs.sh FOLDER [STEP …]" >&2
     exit 2

@@ -7,6 +7,16 @@
 # racecheck watches the portable kernels alone. In Hopper's own it takes the compiler's way of handing arguments to
 # warpgroups for a race, although a barrier stands between each write and read (runs/h200/accuracy/README.md).
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set/{/^set/!s/^# \?//p}' "$0"
+    exit
+fi
+for tool in "$@"; do
+    if [[ " memcheck racecheck initcheck synccheck " != *" $tool "* ]]; then
+        echo "no tool is called $tool; there are: memcheck racecheck initcheck synccheck" >&2
+        exit 2
+    fi
+done
 if ! command -v compute-sanitizer >/dev/null; then
     echo "compute-sanitizer is not installed here; it comes with the CUDA toolkit" >&2
     exit 2

@@ -13,27 +13,30 @@ import math
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
+from cs336_systems.bench.cli import (
+    Above,
+    AtLeast,
+    ImplementationName,
+    OnDevice,
+    Size,
+    by_device,
+    device_named,
+    require_file,
+    run_script,
+    shown_default,
+)
 
-from cs336_basics.model import BasicsTransformerLM
-from cs336_basics.modules import head_dim
-from cs336_basics.nn_utils import clip_gradient, cross_entropy
-from cs336_basics.optimizer import AdamW, get_cosine_lr
-from cs336_basics.training import VOCABULARY, Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
-from cs336_systems.attention import ATTENTION
-from cs336_systems.bench.entry import device_named, overridden, run_script
-from cs336_systems.bench.record import Environment, replace_content
-from cs336_systems.bench.report import say
-from cs336_systems.bench.workload import require_at_least
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from cs336_basics.model import BasicsTransformerLM
+    from cs336_basics.optimizer import AdamW
 
 VALIDATION_BATCHES = 4
 PROMPT = "Return the "
@@ -52,56 +55,47 @@ class Shape:
     steps: int
 
 
-SHAPES = {"cuda": Shape(1024, 512, 1536, 6, 8, 16, 600), "cpu": Shape(64, 32, 64, 2, 2, 4, 10)}
+MODELS = {
+    "cuda": {"d_model": 512, "d_ff": 1536, "num_layers": 6, "num_heads": 8},
+    "cpu": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+}
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line. What is None depends on the machine (see SHAPES)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(OnDevice):
+    """The command line."""
 
-    attention: str | None = None
-    """naive, compiled, flash_pytorch, flash_triton, sdpa, sdpa_flash, sdpa_cudnn, sdpa_efficient or flex; by default
-    flash_triton, on a CPU flash_pytorch."""
-    steps: int | None = None
-    """Training steps; by default 600, on a CPU 10."""
-    context_length: int | None = None
-    """Bytes in a sequence; by default 1024, on a CPU 64."""
-    batch: int | None = None
-    """Sequences in a batch; by default 16, on a CPU 4."""
-    learning_rate: float = 3e-4
+    attention: Annotated[ImplementationName | None, *by_device("flash_triton", "flash_pytorch")] = None
+    """The attention implementation."""
+    steps: Annotated[int | None, AtLeast(1), *by_device(600, 10)] = None
+    """Training steps."""
+    context_length: Annotated[int | None, AtLeast(1), *by_device(1024, 64)] = None
+    """Bytes in a sequence."""
+    batch: Annotated[int | None, AtLeast(1), *by_device(16, 4)] = None
+    """Sequences in a batch."""
+    learning_rate: Annotated[float, Above(0)] = 3e-4
     """The highest; it rises over the first tenth of the steps and falls to a tenth of it along a cosine."""
-    max_gradient_norm: float = 1.0
-    """To which gradients are clipped."""
+    max_gradient_norm: Annotated[float, Above(0)] = 1.0
+    """The norm to which gradients are clipped."""
     seed: int = 0
-    """Of the parameters and the batches."""
-    amp: Literal["bf16"] | None = None
+    """The seed of the parameters and the batches."""
+    amp: Annotated[Literal["bf16"] | None, shown_default("float32 throughout")] = None
     """Run under autocast to bfloat16."""
     compile: bool = False
     """torch.compile the model, in one graph."""
-    validate_every: int = 50
+    validate_every: Size = 50
     """Steps between two looks at the validation loss."""
-    checkpoint_every: int = 100
+    checkpoint_every: Size = 100
     """Steps between two checkpoints."""
-    stop_after: int | None = None
+    stop_after: Annotated[int | None, AtLeast(1), shown_default("at the last step")] = None
     """Stop after so many steps in this run, with a checkpoint; the same command goes on."""
-    device: str | None = None
-    """By default the GPU if there is one."""
     out_dir: Path = Path("runs/train_lm")
     """Where losses, checkpoints and the plot are written."""
     plot: bool = False
     """Train nothing; draw the curves in --out-dir."""
-    fresh: bool = False
-    """Start over instead of going on from the checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.attention is not None and self.attention not in ATTENTION:
-            raise ValueError(f"--attention is {self.attention!r}; allowed are {', '.join(ATTENTION)}")
-        for name in ("validate_every", "checkpoint_every", "steps", "stop_after", "context_length", "batch"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(1, f"--{name.replace('_', '-')}", value)
-        for name in ("learning_rate", "max_gradient_norm"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} is {value:g}; allowed is a number above 0")
+        super().__post_init__()
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed is {self.seed}; allowed is 0 to {2**32 - 1}")
 
@@ -118,8 +112,8 @@ class Run:
     """
 
     settings: dict[str, Any]
-    model: BasicsTransformerLM
-    optimizer: AdamW
+    model: "BasicsTransformerLM"
+    optimizer: "AdamW"
     step: int
     losses: list[dict[str, float | None]]
     is_whole: bool = True
@@ -161,8 +155,14 @@ class Run:
             raise ValueError(foreign) from error
 
 
-def make_model(config: Config, shape: Shape, attention: str) -> BasicsTransformerLM:
+def make_model(config: Config, shape: Shape, attention: str) -> "BasicsTransformerLM":
     """The seeded model, on the CPU, whose random numbers are the same everywhere."""
+    import torch
+
+    from cs336_basics.model import BasicsTransformerLM
+    from cs336_basics.training import VOCABULARY
+    from cs336_systems.attention import ATTENTION
+
     torch.manual_seed(config.seed)
     return BasicsTransformerLM(
         vocab_size=VOCABULARY,
@@ -175,8 +175,12 @@ def make_model(config: Config, shape: Shape, attention: str) -> BasicsTransforme
     )
 
 
-def start(config: Config, shape: Shape, text: str, device: torch.device) -> Run:
+def start(config: Config, shape: Shape, text: str, device: "torch.device") -> Run:
     """A run at its first step."""
+    import torch
+
+    from cs336_basics.optimizer import AdamW
+
     model = make_model(config, shape, str(config.attention)).to(device)
     named = ("attention", "learning_rate", "max_gradient_norm", "seed", "amp", "compile")
     settings = asdict(shape) | {name: getattr(config, name) for name in named}
@@ -191,6 +195,8 @@ def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[Callable[[], Non
     Yields:
         What to call between two steps: raises KeyboardInterrupt, which saves the run, if there was a Ctrl-C.
     """
+    from cs336_basics.training import save_checkpoint
+
     pressed = []
 
     def note(number: int, frame: object) -> None:
@@ -217,13 +223,21 @@ def saved_on_interrupt(checkpoint: Path, run: Run) -> Generator[Callable[[], Non
         signal.signal(signal.SIGINT, before)
 
 
-def train(config: Config, shape: Shape, device: torch.device, console: Console) -> Run:
+def train(config: Config, shape: Shape, device: "torch.device", console: "Console") -> Run:
     """Train to the last step, or for `stop_after` steps, with checkpoints on the way.
 
     Raises:
         ValueError: the context is longer than the text; losses or gradients are no longer finite, and the checkpoint
             before stays.
     """
+    import torch
+    from rich.progress import Progress
+
+    from cs336_basics.nn_utils import clip_gradient, cross_entropy
+    from cs336_basics.optimizer import get_cosine_lr
+    from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
+    from cs336_systems.bench.report import say
+
     say(console, "The text: documentation strings of Python's standard library.")  # reading them takes seconds
     text = standard_library_text()
     corpus = Corpus.of(text)
@@ -294,8 +308,10 @@ def train(config: Config, shape: Shape, device: torch.device, console: Console) 
             progress.advance(task)
 
 
-def write_losses(config: Config, run: Run, device: torch.device) -> Path:
+def write_losses(config: Config, run: Run, device: "torch.device") -> Path:
     """The run's losses with its settings and environment, one JSON object."""
+    from cs336_systems.bench.record import Environment, replace_content
+
     path = config.out_dir / f"{config.attention}.json"
     environment = asdict(Environment.capture(device))
     written = {"settings": run.settings, **environment, "losses": run.losses}
@@ -321,6 +337,9 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
     Raises:
         ValueError: `folder` has no losses. Other JSON files are passed over.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     by_path = {path: run for path in found if (run := read_losses(path))}
     paths = list(by_path)
@@ -361,8 +380,10 @@ def draw_losses(folder: Path) -> tuple[Path, list[str]]:
     return path, left_out
 
 
-def sample(config: Config, shape: Shape, run: Run, device: torch.device) -> str:
+def sample(config: Config, shape: Shape, run: Run, device: "torch.device") -> str:
     """What the trained model goes on to write: with naive attention, which takes any length without being compiled."""
+    import torch
+
     model = make_model(config, shape, "naive").to(device)
     model.load_state_dict(run.model.state_dict())
     prompt = torch.tensor([list(PROMPT.encode())], device=device)
@@ -372,14 +393,21 @@ def sample(config: Config, shape: Shape, run: Run, device: torch.device) -> str:
 
 
 def main(config: Config) -> None:
+    require_file("--out-dir", config.out_dir / "loss.png")
+    import torch
+    from rich.console import Console
+
+    from cs336_basics.modules import head_dim
+    from cs336_systems.attention import ATTENTION
+    from cs336_systems.bench.report import say
+
     console = Console()
     if not config.plot:
         device = device_named(config.device)
-        shape = SHAPES[device.type]
-        shape = overridden(shape, steps=config.steps, context_length=config.context_length, batch=config.batch)
-        if config.attention is None:
-            config = replace(config, attention="flash_triton" if device.type == "cuda" else "flash_pytorch")
-        config.out_dir.mkdir(parents=True, exist_ok=True)
+        config = config.on(device)
+        shape = Shape(
+            context_length=config.context_length, batch=config.batch, steps=config.steps, **MODELS[device.type]
+        )
         implementation = ATTENTION[str(config.attention)]
         dtype = torch.bfloat16 if config.amp else torch.float32
         if reason := implementation.unsupported_reason(device, dtype, head_dim(shape.d_model, shape.num_heads)):

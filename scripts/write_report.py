@@ -10,19 +10,16 @@ A name that is not there, a file or a row that is missing, a table without lines
 the script with an error.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from jinja2 import TemplateError
 
-from cs336_systems.bench.written import place_in_template, render
-from cs336_systems.ladder import LADDER
+from cs336_systems.bench.cli import CommandLine, run_script
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(CommandLine):
     """The command line."""
 
     folder: tyro.conf.Positional[Path] = Path("runs/h200")
@@ -30,13 +27,19 @@ class Config:
 
 
 def main(config: Config) -> None:
+    from jinja2 import TemplateError
+
+    from cs336_systems.bench.written import place_in_template, render
+    from cs336_systems.ladder import LADDER
+
     path = config.folder / "REPORT.md"
-    path.write_text(render(config.folder, {"LADDER": LADDER}), encoding="utf-8")
+    try:
+        text = render(config.folder, {"LADDER": LADDER})
+    except (TemplateError, ValueError, AttributeError, TypeError, OSError) as error:
+        raise ValueError(f"{error}{place_in_template(error)}") from error
+    path.write_text(text, encoding="utf-8")
     print(f"{path} is written.")
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (TemplateError, ValueError, AttributeError, TypeError, OSError) as error:
-        sys.exit(f"error: {error}{place_in_template(error)}")
+    run_script(main, Config, __doc__)

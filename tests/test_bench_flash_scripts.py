@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
+from cs336_systems.bench.entry import device_named, method, require_outputs, run_script
 from torch import Tensor
 
 from cs336_systems import (
@@ -26,7 +27,6 @@ from cs336_systems import (
 )
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench.ceiling import measure_ceiling
-from cs336_systems.bench.entry import device_named, method, require_outputs, run_script
 from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass, times_of
 from cs336_systems.bench.record import RowFile, read_rows
 from cs336_systems.bench.report import comparisons, is_steady, ladders, spread
