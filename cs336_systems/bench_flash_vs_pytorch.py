@@ -34,7 +34,7 @@ TITLES = {
     "cuda": "FlashAttention-2 and PyTorch",
     "cpu": "FlashAttention-2 and PyTorch on a CPU, reduced grid (no GPU)",
 }
-MEASURED = {"cuda": ("naive", "compiled", "flash_triton"), "cpu": ("naive", "flash_pytorch", "flash_triton")}
+MEASURED = (("naive", "compiled", "flash_triton"), ("naive", "flash_pytorch", "flash_triton"))  # on a GPU, on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Config(MemoryLimited):
     """How float32 is multiplied: "highest" has no TF32, "high" has."""
     causal: bool = True
     """Mask the keys that come after a query."""
-    implementations: Annotated[tuple[ImplementationName, ...] | None, *by_device(**MEASURED)] = None
+    implementations: Annotated[tuple[ImplementationName, ...] | None, *by_device(*MEASURED)] = None
     """What is measured."""
     peers: bool = False
     """Also measure SDPA's flash, cuDNN and memory-efficient backends and FlexAttention."""

@@ -7,9 +7,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-import torch._dynamo
-
 from cs336_systems.attention import ATTENTION
 from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.flash_triton import FlashAttention2Triton
@@ -45,6 +42,8 @@ PORTABLE = replace(
 def _rung(name: str, function: AttentionFunction, description: str, change: Callable[[Tiles], Tiles]) -> Implementation:
     @contextmanager
     def context() -> Generator[None]:
+        import torch._dynamo  # cannot be imported by a user without an account
+
         torch.compiler.reset()
         # The dense backward is compiled for one shape at a time, not generalised over the sizes seen before.
         with tiles_changed_by(change), torch._dynamo.config.patch(automatic_dynamic_shapes=False):

@@ -12,3 +12,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ["CS336_TILES"] = ""
+
+# Inductor asks which vector instructions work by compiling and starting ten programs, half a minute for each process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")

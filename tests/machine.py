@@ -6,13 +6,17 @@ Not a conftest.py: the course's own conftest may replace ours, and these names h
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from cs336_systems import launch, launch_hopper
+from cs336_systems.bench.cli import parse
 from cs336_systems.kernels.tiles import Gpu
 
 from .adapters import get_flashattention_autograd_function_pytorch, get_flashattention_autograd_function_triton
@@ -52,6 +56,15 @@ def compile_missing_reason() -> str | None:
     if not NATIVE and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         return "torch.compile needs a C++ compiler on a CPU"
     return None
+
+
+def run_without_gpu(script: ModuleType, *flags: str) -> None:
+    """main() of the script, in a process that sees no GPU: in this one if there is none."""
+    if not torch.cuda.is_available():
+        script.main(parse(script.Config, flags))
+        return
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, str(script.__file__), *flags], env=environment, check=True, timeout=180)
 
 
 def skip_if(reason: str | None) -> None:

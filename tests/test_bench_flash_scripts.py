@@ -1,18 +1,13 @@
 """bench_flash_vs_pytorch, bench_flash_leaderboard and bench_flash_peers as users run them, and what they rest on."""
 
-import ast
-import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-import tyro
-from cs336_systems.bench.entry import device_named, method, require_outputs, run_script
 from torch import Tensor
 
 from cs336_systems import (
@@ -26,34 +21,32 @@ from cs336_systems import (
     peers,
 )
 from cs336_systems.attention import ATTENTION, PEERS
+from cs336_systems.bench import accuracy
 from cs336_systems.bench.ceiling import measure_ceiling
+from cs336_systems.bench.cli import device_named, parse, require_outputs, run_script
 from cs336_systems.bench.measure import COURSE, Duration, Passes, float32_precision, limit_memory, time_pass, times_of
+from cs336_systems.bench.publish import method
 from cs336_systems.bench.record import RowFile, read_rows
 from cs336_systems.bench.report import comparisons, is_steady, ladders, spread
 from cs336_systems.bench.sweep import Sweep
 from cs336_systems.bench.workload import PASSES, AttentionShape, powers_of_two
 
 from .bench_examples import CPU, example, plain_attention, row, shape, sweep
-from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, skip_if
+from .machine import DEVICE, compile_missing_reason, needs_gpu, needs_triton, run_without_gpu, skip_if
 from .reference import Case, assert_within_budget, run_attention
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "cs336_systems"
 QUICK = ("--warmup", "0", "--rep", "1")
 
 
-def run(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPTS / script), *QUICK, *flags]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
-
-
-def test_flash_vs_pytorch_without_a_gpu(tmp_path):
+def test_flash_vs_pytorch_without_a_gpu(tmp_path, monkeypatch, capfd):
     """The reduced grid; what cannot run there says why; every dtype has its ceiling; another run measures nothing."""
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     jsonl, markdown = tmp_path / "bench.jsonl", tmp_path / "tables" / "bench.md"
     flags = ("--seq-max", "256", "--d-max", "16", "--batch-sizes", "1", "2", "--peers")
     flags += ("--out-jsonl", str(jsonl), "--out-md", str(markdown))
-    first = run("bench_flash_vs_pytorch.py", *flags, TRITON_INTERPRET="")
-    assert first.returncode == 0, first.stderr
+    flags += ("--device", "cpu", *QUICK)
+    bench_flash_vs_pytorch.main(parse(bench_flash_vs_pytorch.Config, flags))
+    capfd.readouterr()
     rows = read_rows(jsonl)
     measured = {(r.implementation, r.dtype, r.status) for r in rows}
     assert {
@@ -75,21 +68,21 @@ def test_flash_vs_pytorch_without_a_gpu(tmp_path):
     assert "flash_pytorch speed-up" in text and "TRITON_INTERPRET=1" in text and "For scale: torch.matmul" in text
     assert "MiB" not in text.split("\n- ")[0]
 
-    second = run("bench_flash_vs_pytorch.py", *flags, TRITON_INTERPRET="")
-    assert second.returncode == 0, second.stderr
-    assert "naive" not in "".join(line for line in second.stdout.splitlines() if line.startswith("["))
+    bench_flash_vs_pytorch.main(parse(bench_flash_vs_pytorch.Config, flags))
+    measured_again = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[")]
+    assert measured_again and "naive" not in "".join(measured_again)
     kept = [r for r in rows if r.status == "ok" and r.implementation != "matmul"]
     assert set(kept) <= set(read_rows(jsonl))
 
 
 @needs_triton
-def test_leaderboard_without_a_gpu(tmp_path):
+def test_leaderboard_without_a_gpu(tmp_path, monkeypatch):
     """Every rung is timed by itself and by the course's harness, and the peers say why they cannot run."""
     skip_if(compile_missing_reason())
+    monkeypatch.setattr(accuracy, "CHECK_LENGTH", 32)  # the interpreter takes seconds for the usual length
     jsonl, markdown = tmp_path / "lb.jsonl", tmp_path / "lb.md"
-    flags = ("--seq-len", "40", "--heads", "1", "--d", "16", "--out-jsonl", str(jsonl), "--out-md", str(markdown))
-    done = run("bench_flash_leaderboard.py", *flags, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
+    flags = ("--seq-len", "16", "--heads", "1", "--d", "16", "--out-jsonl", str(jsonl), "--out-md", str(markdown))
+    run_without_gpu(bench_flash_leaderboard, *QUICK, *flags)
     rows = [r for r in read_rows(jsonl) if r.implementation != "matmul"]
     rungs = ["naive", "compiled", "small_tiles", "tuned_tiles", "triton_backward", "skipped_tiles", "flash_triton"]
     failed = {(r.implementation, r.message) for r in rows if r.status == "error"}
@@ -103,12 +96,12 @@ def test_leaderboard_without_a_gpu(tmp_path):
 
 
 @needs_triton
-def test_peers_without_a_gpu(tmp_path):
+def test_peers_without_a_gpu(tmp_path, monkeypatch):
     """Each implementation once a round, and round after round."""
+    monkeypatch.setattr(accuracy, "CHECK_LENGTH", 32)  # the interpreter takes seconds for the usual length
     jsonl, markdown = tmp_path / "peers.jsonl", tmp_path / "peers.md"
     flags = ("--rounds", "2", "--out-jsonl", str(jsonl), "--out-md", str(markdown))
-    done = run("bench_flash_peers.py", *flags, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
+    run_without_gpu(bench_flash_peers, *QUICK, *flags)
     timed = [(r.variant, r.implementation) for r in read_rows(jsonl) if r.status == "ok"]
     names = ("flash_pytorch", "flash_triton", "portable", "sdpa")
     a_round = [name for name in names for _ in range(2)]
@@ -129,7 +122,7 @@ def test_only_float32_has_a_precision(tmp_path):
     """Rows of bfloat16 are the same whatever is asked for float32, and are measured once."""
     flags = ("--implementations", "naive", "--seq-max", "128", "--d-max", "16", "--float32-precision", "high")
     paths = ("--out-jsonl", str(tmp_path / "a.jsonl"), "--out-md", str(tmp_path / "a.md"), "--device", "cpu")
-    bench_flash_vs_pytorch.main(tyro.cli(bench_flash_vs_pytorch.Config, args=[*QUICK, *flags, *paths]))
+    bench_flash_vs_pytorch.main(parse(bench_flash_vs_pytorch.Config, [*QUICK, *flags, *paths]))
     assert {(r.dtype, r.float32_precision) for r in read_rows(tmp_path / "a.jsonl")} == {
         ("bfloat16", "highest"), ("float32", "high"),
     }  # fmt: skip
@@ -150,26 +143,19 @@ VERSUS, LEADERBOARD = bench_flash_vs_pytorch, bench_flash_leaderboard
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        (VERSUS, ("--seq-min", "512", "--seq-max", "128"), "--seq-min is 512; allowed is at most"),
-        (VERSUS, ("--seq-min", "0"), "--seq-min is 0; allowed is at least 1"),
-        (VERSUS, ("--device", "tpu"), "the device is 'tpu'; allowed are cpu, cuda"),
+        (VERSUS, ("--d-min", "64"), "--d-min is 64; allowed is at most --d-max, 32"),
         (VERSUS, ("--device", "cuda:99"), "this machine has"),
-        (VERSUS, ("--device", "cpu", "--memory-limit-gib", "12"), "a memory limit needs a GPU, got cpu"),
-        (LEADERBOARD, ("--seq-len", "0"), "n_queries is 0; allowed is at least 1"),
-        (LEADERBOARD, ("--rep", "0"), "rep is 0; allowed is at least 1"),
+        (VERSUS, ("--device", "cpu", "--memory-limit-gib", "12"), "--memory-limit-gib needs a GPU, got cpu"),
     ],
     ids=str,
 )
-def test_bad_flags_are_named_before_anything_is_measured(script, flags, said, tmp_path):
-    config = tyro.cli(script.Config, args=[*flags, "--out-jsonl", str(tmp_path / "a.jsonl")])
+def test_bad_flags_are_named_before_anything_is_measured(script, flags, said, tmp_path, monkeypatch):
+    """Those that depend on the machine; `test_cli` has the others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = parse(script.Config, [*flags, "--out-jsonl", str(tmp_path / "a.jsonl")])
     with pytest.raises(ValueError, match=said):
         script.main(config)
     assert not list(tmp_path.iterdir())
-
-
-def test_bad_flags_are_one_line():
-    done = run("bench_flash_vs_pytorch.py", "--seq-min", "0")
-    assert done.returncode == 1 and done.stderr == "error: --seq-min is 0; allowed is at least 1\n"
 
 
 @pytest.mark.parametrize(
@@ -178,31 +164,24 @@ def test_bad_flags_are_one_line():
         (["--implementations", "flash3"], "'flash3'"),
         (["--dtypes"], "number of --dtypes is 0"),
         (["--dtypes", "int8"], "int8"),
+        (["--device", "tpu"], "--device is 'tpu'; allowed are cpu, cuda"),
+        (["--seq-min", "512", "--seq-max", "128"], "--seq-min is 512; allowed is at most --seq-max, 128"),
     ],
 )
 def test_bad_names_come_with_what_is_allowed(flags, said, capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(bench_flash_vs_pytorch.Config, args=flags)
+        parse(bench_flash_vs_pytorch.Config, flags)
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("script", ["bench_flash_vs_pytorch.py", "bench_flash_leaderboard.py"])
-def test_each_flag_has_a_text_for_help(script):
-    tree = ast.parse((SCRIPTS / script).read_text(encoding="utf-8"))
-    (config,) = (node for node in tree.body if getattr(node, "name", "") == "Config")
-    assert isinstance(config, ast.ClassDef)
-    for flag, text in pairwise(config.body):
-        assert not isinstance(flag, ast.AnnAssign) or isinstance(text, ast.Expr), ast.unparse(flag)
-
-
 def test_defaults_are_the_course_grid():
-    config = tyro.cli(bench_flash_vs_pytorch.Config, args=[])
+    config = parse(bench_flash_vs_pytorch.Config, [])
     assert (config.batch_sizes, config.dtypes, config.causal) == ((1,), ("bfloat16", "float32"), True)
-    grid = bench_flash_vs_pytorch.GRIDS["cuda"]
+    grid = config.on(torch.device("cuda"))
     assert (config.seq_min, grid.seq_max, config.d_min, grid.d_max) == (128, 65536, 16, 128)
     assert grid.implementations == ("naive", "compiled", "flash_triton")
-    board, defaults = tyro.cli(bench_flash_leaderboard.Config, args=[]), bench_flash_leaderboard.DEFAULTS["cuda"]
-    assert (board.heads, defaults.seq_len, board.d, defaults.dtype) == (16, 16384, 64, "bfloat16")
+    board = parse(bench_flash_leaderboard.Config, []).on(torch.device("cuda"))
+    assert (board.heads, board.seq_len, board.d, board.dtype) == (16, 16384, 64, "bfloat16")
 
 
 def test_rows_and_tables_go_to_two_files(tmp_path):
@@ -211,14 +190,14 @@ def test_rows_and_tables_go_to_two_files(tmp_path):
     require_outputs(rows, tmp_path / "rows.md")
     with pytest.raises(ValueError, match="the tables would overwrite the rows"):
         require_outputs(rows, tmp_path / "." / "rows.jsonl")
-    with pytest.raises(ValueError, match="is a folder; allowed is a file"):
+    with pytest.raises(ValueError, match=rf"--out-md is {re.escape(str(tmp_path))}, a folder; allowed is a file"):
         require_outputs(rows, tmp_path)
     other = tmp_path / "deep" / "other.jsonl"
     require_outputs(other, tmp_path / "rows.md")
     other.write_text(row().to_json(), encoding="utf-8")
-    with pytest.raises(ValueError, match="holds rows of a benchmark"):
+    with pytest.raises(ValueError, match=r"--out-md is .*other\.jsonl, which holds rows of a benchmark"):
         require_outputs(rows, other)
-    with pytest.raises(OSError, match=r"other\.jsonl"):
+    with pytest.raises(ValueError, match=r"--out-md is .*table\.md: (Not a directory|File exists)"):
         require_outputs(rows, other / "in a file" / "table.md")
 
 
@@ -226,7 +205,7 @@ def test_rows_and_tables_go_to_two_files(tmp_path):
 def test_no_script_lets_its_tables_overwrite_its_rows(script, tmp_path):
     both = str(tmp_path / "one")
     with pytest.raises(ValueError, match="the tables would overwrite the rows"):
-        script.main(tyro.cli(script.Config, args=["--out-jsonl", both, "--out-md", both]))
+        script.main(parse(script.Config, ["--out-jsonl", both, "--out-md", both]))
 
 
 def test_times_are_taken_on_the_gpu_that_was_named(monkeypatch):
@@ -275,8 +254,8 @@ def test_powers_of_two():
 def test_device_named():
     assert device_named("cpu") == CPU
     for name in ("cpu:0", "cuda:x", "gpu", ":1"):
-        with pytest.raises(ValueError, match="allowed are cpu, cuda"):
-            device_named(name)
+        with pytest.raises(ValueError, match=f"--device is '{name}'; allowed are cpu, cuda"):
+            bench_flash_peers.Config(device=name)
 
 
 @needs_triton

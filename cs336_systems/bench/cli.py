@@ -4,6 +4,7 @@ A script parses its command line before it imports PyTorch: `--help` and a wrong
 imports nothing heavy, and a script's `main` imports what it runs on.
 """
 
+import getpass
 import io
 import os
 import re
@@ -16,8 +17,14 @@ from pathlib import Path
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+INTERRUPTED = 130  # the exit status that a shell reports for a process that Ctrl-C ended
+
+try:
+    import tyro
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+except KeyboardInterrupt:  # the longest import before `run_script` watches for Ctrl-C
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +46,6 @@ ImplementationName = Literal[
 DtypeName = Literal["bfloat16", "float16", "float32"]
 """The names in `cs336_systems.bench.workload.DTYPES`."""
 DEVICE_NAME = re.compile(r"cpu|cuda(:[0-9]+)?")
-INTERRUPTED = 130  # the exit status that a shell reports for a process that Ctrl-C ended
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,7 @@ def run_script(main: Callable[[Config], None], config: type[Config], description
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    _name_the_user()
     try:
         with _ended_at_once_while_importing(main):
             main(parse(config, description=description))
@@ -246,6 +253,18 @@ def run_script(main: Callable[[Config], None], config: type[Config], description
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _name_the_user() -> None:
+    """Give a user without an account, as in a container, a name in this process.
+
+    PyTorch names the folder of compiled code after the user, and looks the name up when torch._dynamo is imported, as
+    einx does.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
 
 
 @contextmanager

@@ -4,11 +4,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-import torch._dynamo
-import torch._functorch.config
-from torch._dynamo.utils import counters
-
 
 class NotCompiledError(Exception):
     """A function that claims to be compiled ran, at least in part, as it was written."""
@@ -30,6 +25,8 @@ class CompileWatch:
         """
         if not self.compiled:
             return
+        from torch._dynamo.utils import counters
+
         self.graphs = counters["stats"]["unique_graphs"]
         frames = counters["frames"]
         if not self.graphs or frames["ok"] < frames["total"]:
@@ -45,7 +42,11 @@ class CompileWatch:
         Raises:
             NotCompiledError: something was compiled since `warm`.
         """
-        if self.compiled and (more := counters["stats"]["unique_graphs"] - self.graphs):
+        if not self.compiled:
+            return
+        from torch._dynamo.utils import counters
+
+        if more := counters["stats"]["unique_graphs"] - self.graphs:
             raise NotCompiledError(f"compiled {more} more graphs after the first pass")
 
 
@@ -60,6 +61,11 @@ def watched(compiled: bool) -> Generator[CompileWatch]:
     if not compiled:
         yield CompileWatch(compiled)
         return
+    # Not at the top: torch._dynamo takes seconds, and cannot be imported by a user without an account.
+    import torch._dynamo
+    import torch._functorch.config
+    from torch._dynamo.utils import counters
+
     torch.compiler.reset()
     counters.clear()
     try:

@@ -358,11 +358,11 @@ def limit_memory(device: torch.device, gib: float) -> None:
         ValueError: not a GPU, or `gib` is not between 0 and what the GPU has.
     """
     if device.type != "cuda":
-        raise ValueError(f"a memory limit needs a GPU, got {device}")
+        raise ValueError(f"--memory-limit-gib needs a GPU, got {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
     total = torch.cuda.get_device_properties(index).total_memory
     if not 0 < gib * 2**30 <= total:
-        raise ValueError(f"the memory limit is {gib:g} GiB; allowed is more than 0 and at most {total / 2**30:.1f}")
+        raise ValueError(f"--memory-limit-gib is {gib:g}; allowed is more than 0 and at most {total / 2**30:.1f}")
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, index)
 
 
