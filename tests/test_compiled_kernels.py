@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cs336_systems import cubin
 from cs336_systems.bench.record import ROW_BEGINS
+from cs336_systems.bench.report import Table
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, padded_head_dim, shared_memory_bound
 from cs336_systems.tile_search import tile_from_text
 
-from .machine import NATIVE, TRITON_INSTALLED, broken_assembler, compiling_environment
+from .machine import TRITON_INSTALLED, broken_assembler, compiling_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "compiled_kernels.py"
@@ -73,32 +75,46 @@ def test_entries_are_listed_once_and_what_is_missing_is_said():
     for d in (0, 257):
         with pytest.raises(ValueError, match=f"--head-dims has {d}; allowed are 1 to 256"):
             script["Config"](head_dims=(d,))
-    with pytest.raises(ValueError, match="--jobs is 0; allowed is at least 1"):
-        script["Config"](jobs=0)
+
+
+def failure(script: str, *flags: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one line that the script ends with."""
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(SCRIPT.with_name(script)), run_name="__main__")
+    line = str(caught.value.code)  # a text is printed, and the exit code is 1
+    assert line.startswith("error: ") and "\n" not in line
+    return line
 
 
 @pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
-@pytest.mark.parametrize(
-    ("interpreted", "flags", "said"),
-    [
-        ("1", ["compiled_kernels.py"], "error: TRITON_INTERPRET is set, and Triton compiles nothing then; unset it"),
-        ("1", ["instruction_order.py"], "error: TRITON_INTERPRET is set, and Triton compiles nothing then; unset it"),
-        (
-            "0",
-            ["compiled_kernels.py", "--markdown", "{rows}"],
-            "holds rows of a benchmark; tables would overwrite them",
-        ),
-    ],
-)
-def test_nothing_is_compiled_in_vain(tmp_path, interpreted, flags, said):
+@pytest.mark.parametrize("script", ["compiled_kernels.py", "instruction_order.py"])
+def test_nothing_is_compiled_in_vain(script, monkeypatch):
+    monkeypatch.setattr(cubin, "is_interpreted", lambda: True)
+    line = failure(script, monkeypatch=monkeypatch)
+    assert line == "error: TRITON_INTERPRET is set, and Triton compiles nothing then; unset it"
+
+
+def test_no_table_goes_over_rows(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(ROW_BEGINS + b'"naive"}\n')
-    script, *options = (flag.format(rows=rows) for flag in flags)
-    command = [sys.executable, str(SCRIPT.with_name(script)), *options]
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    line = failure("compiled_kernels.py", "--markdown", str(rows), monkeypatch=monkeypatch)
+    assert line.endswith("which holds rows of a benchmark; tables would overwrite them")
     assert rows.read_bytes().startswith(ROW_BEGINS)
+
+
+@pytest.mark.skipif(not TRITON_INSTALLED, reason="Triton is not installed")
+def test_the_table_is_written_before_it_is_printed(tmp_path, monkeypatch):
+    def closed(table, console):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cubin, "is_interpreted", lambda: False)
+    monkeypatch.setattr(Table, "print", closed)
+    script = runpy.run_path(str(SCRIPT))
+    monkeypatch.setitem(script["main"].__globals__, "entries", lambda config: ([], []))
+    with pytest.raises(BrokenPipeError):
+        script["main"](script["Config"](markdown=tmp_path / "table.md", jobs=1))
+    assert "0 of 0 spill" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not TRITON_INSTALLED or os.name != "posix", reason="Triton is not installed, or no shell")
@@ -113,20 +129,22 @@ def test_what_could_not_be_compiled_is_an_error(tmp_path):
     assert done.stdout.count("PTXASError") == 3 and "0 of 0 spill" in done.stdout
 
 
+def test_scripts_say_in_one_line_what_they_lack(tmp_path, monkeypatch):
+    line = failure("error_ratios.py", str(tmp_path / "missing.jsonl"), monkeypatch=monkeypatch)
+    assert line == f"error: there is no {tmp_path / 'missing.jsonl'}; the property tests write it on a GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = failure("ragged_launches.py", monkeypatch=monkeypatch)
+    assert line == "error: this needs a GPU, and there is none here"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["python", "ragged_launches.py"], "error: this needs a GPU, and there is none here"),
-        (["python", "error_ratios.py", "missing.jsonl"], "error: there is no missing.jsonl"),
-        (["bash", "sanitize.sh"], "compute-sanitizer is not installed here"),
-    ],
+    ("tools", "said"),
+    [([], "compute-sanitizer is not installed here"), (["memchek"], "no tool is called memchek; there are: memcheck")],
 )
-def test_scripts_say_in_one_line_what_they_lack(command, said):
-    if NATIVE or shutil.which("compute-sanitizer") or not shutil.which("bash"):
-        pytest.skip("it is all here, or there is no bash")
-    interpreter, script, *arguments = command
-    program = sys.executable if interpreter == "python" else interpreter
-    command = [program, str(SCRIPT.with_name(script)), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0 and said in done.stderr and len(done.stderr.splitlines()) == 1
+def test_the_sanitizer_says_in_one_line_what_it_lacks(tools, said):
+    if shutil.which("compute-sanitizer") and not tools:
+        pytest.skip("it is here")
+    command = ["bash", str(SCRIPT.with_name("sanitize.sh")), *tools]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1

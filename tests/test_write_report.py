@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 from jinja2 import UndefinedError
 
 from cs336_systems.attention import ATTENTION, PEERS
 from cs336_systems.bench import written
 from cs336_systems.bench.ceiling import CEILING
+from cs336_systems.bench.cli import parse
 from cs336_systems.bench.measure import memory_before_backward
 from cs336_systems.bench.model import MODEL_PASSES, SIZES, ModelRow, ModelWorkload
 from cs336_systems.bench.record import Environment, Record, Row, RowFile, read_rows
@@ -294,18 +294,27 @@ def test_no_line_begins_with_a_sign(sign):
         assert not any(line.startswith(sign) for line in lines) and " ".join(lines).endswith(f"a {sign} b")
 
 
-def failure(folder: Path) -> str:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
-    assert not (folder / "REPORT.md").exists()
-    return done.stderr
+@pytest.fixture
+def failure(monkeypatch):
+    """The one line that the script ends with for a folder."""
+
+    def run(folder: Path) -> str:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(folder)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        line = str(caught.value.code)  # a text is printed, and the exit code is 1
+        assert line.startswith("error: ") and "\n" not in line
+        assert not (folder / "REPORT.md").exists()
+        return line
+
+    return run
 
 
-def test_one_line_on_failure(tmp_path):
+def test_one_line_on_failure(failure, tmp_path):
     assert written.TEMPLATE in failure(tmp_path)
 
 
-def test_one_line_where_a_comparison_meets_none(tmp_path):
+def test_one_line_where_a_comparison_meets_none(failure, tmp_path):
     (tmp_path / written.TEMPLATE).write_text("a\n\n{{ [2, none] | sort }}\n", encoding="utf-8")
     assert "line 3 of" in failure(tmp_path)
 
@@ -319,7 +328,7 @@ def test_an_error_says_where_in_the_template_it_is(wrong, tmp_path):
     assert written.place_in_template(caught.value) == f", line 3 of {written.TEMPLATE}"
 
 
-def test_without_rows_the_report_says_which_file_is_missing(tmp_path):
+def test_without_rows_the_report_says_which_file_is_missing(failure, tmp_path):
     shutil.copy(RUNS / written.TEMPLATE, tmp_path)
     assert "metrics.jsonl" in failure(tmp_path)
 
@@ -469,7 +478,8 @@ def test_parts_that_were_not_measured_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--help"], 2, "usage: "),
+        (["--help"], 0, "scripts/reproduce_runs.sh runs/mine"),
+        (["--all"], 2, "usage: "),
         (["out", "ladder", "nosuch"], 2, "no step is called nosuch"),
         (["out", "small_card"], 0, "skipped: there is no GPU with more than 12 GiB"),
         (["out", "compiled"], 0, "scripts/compiled_kernels.py --markdown {}/out/compiled_kernels.md"),
@@ -501,7 +511,7 @@ def test_every_step_that_measures_again_is_a_valid_command(tmp_path):
     outputs = set()
     for path, *arguments in commands:
         config = runpy.run_path(str(SCRIPT.parents[1] / path))["Config"]
-        parsed = tyro.cli(config, args=arguments)
+        parsed = parse(config, arguments)
         outputs |= {str(value) for value in vars(parsed).values() if isinstance(value, Path)}
     template = (RUNS / written.TEMPLATE).read_text(encoding="utf-8")
     for path in re.findall(r"'([\w/]+)\.(?:jsonl|json|md)'", template):
