@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cs336_systems.kernels.tiles import KIB
 
 from .machine import broken_assembler, compiling_environment
 
+HEAD_DIMS = (64, 128)
 SCRIPT = Path(__file__).parent.parent / "scripts" / "instruction_order.py"
 pytestmark = pytest.mark.skipif(not launch.TRITON_IS_TESTED, reason="the kernels are for Triton 3.6")
 
@@ -45,21 +47,35 @@ def exponentials(order: str) -> int:
     return sum(int(count or 1) for count in re.findall(r"exp2(?: x (\d+))?", order))
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_hopper_kernels_compile_without_a_stack_in_their_loops(d, monkeypatch, tmp_path):
-    """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
-    monkeypatch.setenv("TRITON_PTXAS_PATH", broken_assembler(tmp_path))  # as torch.compile sets another one
-    command = [sys.executable, str(SCRIPT), "--d", str(d)]
-    done = subprocess.run(command, capture_output=True, text=True, env=compiling_environment(), timeout=180)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> dict[int, str]:
+    """What the script prints for each head dim, in one process in which Triton compiles."""
+    code = f"""
+        import runpy
+        script = runpy.run_path({str(SCRIPT)!r})
+        for d in {HEAD_DIMS}:
+            print("d =", d)
+            script["main"](script["Config"](d=d))
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # As torch.compile sets another one.
+        patch.setenv("TRITON_PTXAS_PATH", broken_assembler(tmp_path_factory.mktemp("bin")))
+        environment = compiling_environment()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    usage = re.findall(
-        r"([\w ]+): \d+ registers at the start, (\d+) bytes of stack, (\d+) bytes of shared", done.stdout
-    )
+    return dict(zip(HEAD_DIMS, re.split(r"^d = \d+$", done.stdout, flags=re.MULTILINE)[1:], strict=True))
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_hopper_kernels_compile_without_a_stack_in_their_loops(d, printed):
+    """On any machine: what a program takes fits a Hopper GPU, and no inner loop goes through the stack."""
+    usage = re.findall(r"([\w ]+): \d+ registers at the start, (\d+) bytes of stack, (\d+) bytes of shared", printed[d])
     assert [name for name, *_ in usage] == ["forward", *(["forward of few tiles"] if d == 64 else []), "backward"]
     for name, stack, shared in usage:
         once_a_program = 24 if (name, d) == ("backward", 64) else 0
         assert int(stack) == once_a_program and int(shared) <= 227 * KIB
-    attending = [line for line in done.stdout.splitlines() if line.startswith("    ") and "exp2" in line]
+    attending = [line for line in printed[d].splitlines() if line.startswith("    ") and "exp2" in line]
     assert len(attending) >= 4
     for order in attending:
         assert "stack" not in order

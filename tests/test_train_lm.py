@@ -174,6 +174,14 @@ def test_a_single_curve_without_validation(script, train, tmp_path, monkeypatch)
     assert [line.get_label() for line in axes.lines] == ["naive"] and axes.get_xlabel() == "step"
 
 
+def test_losses_are_written_before_matplotlib_is_imported(train, tmp_path, monkeypatch):
+    """A machine that cannot draw keeps what was trained."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # to import it is an ImportError
+    with pytest.raises(ImportError):
+        train(tmp_path, "--attention", "naive", "--steps", "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["naive.json", "naive.pt"]
+
+
 @pytest.mark.parametrize("content", ["{}", '{"settings": 5', "[1]"])
 def test_losses_of_another_program_are_passed_over(content, script, train, tmp_path):
     (tmp_path / "odd.json").write_text(content, encoding="utf-8")
