@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     n = chosen.seq_len
     shape = AttentionShape(config.batch, chosen.heads, n, n, chosen.d, DTYPES[chosen.dtype], config.causal)
     if refusal := ATTENTION["flash_triton"].unsupported_reason(device, shape.dtype, shape.d):
-        raise ValueError(refusal)
+        raise ValueError(f"--d {shape.d} --dtype {chosen.dtype} cannot run here: {refusal}")
     if config.write and interpreted:
         raise ValueError("--write needs a GPU: times in Triton's interpreter say nothing about one")
     if config.write and user_table_path() is None:

@@ -23,6 +23,7 @@ from cs336_systems.bench.cli import (
     Size,
     by_device,
     device_named,
+    require_file,
     require_outputs,
     run_script,
     shown_default,
@@ -128,7 +129,6 @@ def recorded_memory(path: Path | None) -> Generator[None]:
     import torch
 
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     try:
         yield
@@ -140,6 +140,8 @@ def recorded_memory(path: Path | None) -> Generator[None]:
 
 def main(config: Config) -> None:
     require_outputs(config.out_jsonl, config.out_md)
+    if config.memory_snapshot is not None:
+        require_file("--memory-snapshot", config.memory_snapshot)
     import torch
     from rich.console import Console
 

@@ -33,7 +33,7 @@ def compiled_at_first_call(function: AnyFunction, **options: Any) -> AnyFunction
             return function(*args, **kwargs)
         return compiled()(*args, **kwargs)
 
-    return call  # ty: ignore[invalid-return-type]
+    return call  # ty: ignore[invalid-explicit-return]
 
 
 def first_line(error: BaseException) -> str:

@@ -241,7 +241,10 @@ def train(config: Config, shape: Shape, device: "torch.device", console: "Consol
     say(console, "The text: documentation strings of Python's standard library.")  # reading them takes seconds
     text = standard_library_text()
     corpus = Corpus.of(text)
-    corpus.require_sequences(shape.context_length)
+    try:
+        corpus.require_sequences(shape.context_length)
+    except ValueError as error:
+        raise ValueError(f"--context-length is {shape.context_length}: {error}") from error
     run = start(config, shape, text, device)
     checkpoint = config.out_dir / f"{config.attention}.pt"
     if config.fresh:
@@ -411,7 +414,7 @@ def main(config: Config) -> None:
         implementation = ATTENTION[str(config.attention)]
         dtype = torch.bfloat16 if config.amp else torch.float32
         if reason := implementation.unsupported_reason(device, dtype, head_dim(shape.d_model, shape.num_heads)):
-            raise ValueError(f"{config.attention} cannot run here: {reason}")
+            raise ValueError(f"--attention {config.attention} cannot run here: {reason}")
         run = train(config, shape, device, console)
         say(console, f"Losses are in {write_losses(config, run, device)}.")
         if run.step == shape.steps:

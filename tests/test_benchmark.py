@@ -295,6 +295,9 @@ def test_a_device_is_no_file_for_rows(tmp_path):
     config = parse(benchmark.Config, ["--out-jsonl", "/dev/null", "--out-md", str(tmp_path / "b.md")])
     with pytest.raises(ValueError, match="--out-jsonl is /dev/null, a device; allowed is a file"):
         benchmark.main(config)
+    config = parse(benchmark.Config, ["--memory-snapshot", str(tmp_path), "--out-jsonl", str(tmp_path / "b.jsonl")])
+    with pytest.raises(ValueError, match=r"--memory-snapshot is .*, a folder; allowed is a file"):
+        benchmark.main(config)
 
 
 @pytest.mark.parametrize("flags", [["--nvtx"], ["--memory-snapshot", "a.pickle"]])

@@ -216,7 +216,10 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(changed, value, train, t
     [
         (["--max-gradient-norm", "0"], "--max-gradient-norm is 0; allowed is a number above 0"),
         (["--learning-rate", "nan"], "--learning-rate is nan; allowed is a number above 0"),
-        (["--context-length", "400"], "a sequence takes 401 bytes; there are 2052 to train on, and 108 for validation"),
+        (
+            ["--context-length", "400"],
+            "--context-length is 400: a sequence takes 401 bytes; there are 2052 to train on, and 108 for validation",
+        ),
     ],
 )
 def test_what_cannot_be_trained_costs_no_checkpoint(flags, said, train, tmp_path, capsys):
@@ -328,7 +331,10 @@ def test_a_checkpoint_of_other_settings_is_refused(train, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--attention", "flash_triton"], "flash_triton cannot run here: FlashAttention2Triton needs tensors on a GPU"),
+        (
+            ["--attention", "flash_triton"],
+            "--attention flash_triton cannot run here: FlashAttention2Triton needs tensors on a GPU",
+        ),
         (["--plot"], "holds no losses; train first"),
     ],
 )

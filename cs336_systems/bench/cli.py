@@ -263,8 +263,8 @@ def _name_the_user() -> None:
     """
     try:
         getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
+    except (KeyError, OSError, ImportError):  # ImportError: Windows has no accounts of this kind
+        os.environ["LOGNAME"] = f"uid-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
 @contextmanager
