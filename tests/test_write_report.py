@@ -46,7 +46,7 @@ def write(path: Path, rows: Iterable[Record]) -> None:
     file = RowFile(path, fresh=True, kind=type(rows[0]))
     for each in rows:
         file.rows[each.key] = each
-    file._rewrite()
+    file.rewrite()
 
 
 def render(folder: Path, template: str) -> str:

@@ -11,7 +11,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from cs336_systems.bench.ceiling import CEILING
+from cs336_systems.bench.ceiling import CEILING, ceiling_note
 from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget, limit_memory
 from cs336_systems.bench.record import ROW_BEGINS, Row, read_rows
 from cs336_systems.bench.report import Table, say, write_tables
@@ -161,21 +161,10 @@ def publish(
         measured, dtypes = {row.implementation for row in rows}, {row.dtype for row in rows}
         described = [implementation for implementation in implementations if implementation.name in measured]
         headers = [header for table in tables(rows, ()) for header in table.headers]
-        at_best = [_ceiling(row) for row in ceilings if row.dtype in dtypes]
+        at_best = [ceiling_note(row) for row in ceilings if row.dtype in dtypes]
         return tables(rows, (*method(described, rows, headers, budget, device), *at_best))
 
     for table in made_of(rows):
         table.print(console)
     write_tables(markdown, made_of(on_record))
     say(console, f"Rows are in {jsonl}, tables in {markdown}.")
-
-
-def _ceiling(row: Row) -> str:
-    precision = f", float32 precision {row.float32_precision}" if row.dtype == "float32" else ""
-    what = f"torch.matmul of two {row.d} x {row.d} matrices in {row.dtype}{precision}"
-    if row.tflops is None:
-        return f"For scale: {what}: {row.status} ({row.message})."
-    text = f"For scale: {what}: {row.tflops:.3g} TFLOP/s."
-    if row.dtype == "float32" and row.float32_precision == "highest" and row.driver:  # on a GPU
-        text += " It uses no tensor cores."
-    return text

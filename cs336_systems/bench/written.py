@@ -81,7 +81,7 @@ class Rows:
         Raises:
             ValueError: there is none, or the rows have no such field.
         """
-        return self.one(path, **row.key._replace(**changes)._asdict())
+        return self.one(path, **{name: getattr(row, name) for name in row.KEY} | changes)
 
     def pairs(self, path: str, changes: dict[str, object], **where: object) -> list[Pair]:
         """Each row with these values, and the one beside it that has `changes`."""
