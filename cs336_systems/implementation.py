@@ -29,13 +29,16 @@ def first_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> BaseException | None:
+    inner = getattr(error, "inner_exception", None)  # torch.compile's, raised `from None`
+    if isinstance(inner, BaseException):
+        return inner
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _own_line(error: BaseException) -> str:
     """The first line of an error's text, with the next one where it only announces it ("… raised:")."""
-    text = error.error_message or "" if hasattr(error, "error_message") else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    text = getattr(error, "error_message", error)
+    lines = [line.strip() for line in str(text or "").splitlines() if line.strip()]
     return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
 
 

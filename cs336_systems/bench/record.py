@@ -183,7 +183,9 @@ class Row(Record):
         **values: Any,
     ) -> Self:
         """The row of a measurement at `shape` in the environment `at`; skipped, unless `values` say otherwise."""
-        known = asdict(at) | asdict(shape) | {"dtype": shape.dtype_name, "status": "skipped", "time": now()}
+        known: dict[str, Any] = (
+            asdict(at) | asdict(shape) | {"dtype": shape.dtype_name, "status": "skipped", "time": now()}
+        )
         return cls(implementation=implementation, pass_=pass_, variant=variant, **known | values)
 
 
