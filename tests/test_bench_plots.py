@@ -1,5 +1,6 @@
 """bench.plots: every number in a figure is a row's, figures can be told apart and read, and scripts/plot.py."""
 
+import errno
 import importlib.util
 import runpy
 import sys
@@ -18,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 from cs336_systems.bench import plots as module
+from cs336_systems.bench import record
 from cs336_systems.bench.plots import STYLES, draw, plan, styles
 from cs336_systems.bench.record import Row
 
@@ -278,6 +280,14 @@ def test_the_legend_says_which_matmul_it_is(name, changes):
     """A kernel on tensor cores lies above a matmul without, and that is no error."""
     found = figures([*grid(**changes), at(8, "matmul", tflops=51.23, **changes)])
     assert lines(found["tflops"].axes[0], f"{name}, 51.2 TFLOP/s")
+
+
+def test_a_full_disk_names_the_figure(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(record.Path, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=r"No space left on device, the file stays as it is: '.*latency-float32-.*\.png'"):
+        draw(grid(), tmp_path, "title")
+    assert not list(tmp_path.iterdir())
 
 
 def test_speed_up_over_another_baseline():

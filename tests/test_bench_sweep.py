@@ -14,8 +14,9 @@ from rich.console import Console
 from torch._dynamo.utils import counters
 
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench import ceiling
 from cs336_systems.bench import sweep as sweep_module
-from cs336_systems.bench.measure import Passes, Timing, float32_precision
+from cs336_systems.bench.measure import Duration, Passes, Timing, float32_precision
 from cs336_systems.bench.record import BusyError, Row, RowFile, read_rows
 from cs336_systems.bench.report import comparison
 from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, SweepInterrupted, classify, run_all
@@ -23,7 +24,7 @@ from cs336_systems.bench.workload import MIB
 from cs336_systems.implementation import Implementation, first_line
 from cs336_systems.kernels.tiles import KIB, Gpu
 
-from .bench_examples import example, plain_attention, row, shape, sweep
+from .bench_examples import CPU, example, plain_attention, row, shape, sweep
 from .machine import DEVICE, compile_missing_reason, mock_gpu, needs_gpu, needs_triton, skip_if
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 8.00 GiB."
@@ -545,6 +546,40 @@ def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
     oom, ok = gpu.run(tmp_path / "metrics.jsonl")
     assert (oom.status, oom.median_ms, ok.status) == ("oom", None, "ok")
     assert "stayed allocated" not in said(oom)
+    assert oom.free_mib is not None and "is free" in said(oom) and ok.free_mib is None
+
+
+# --- the matmul for scale
+
+
+@pytest.mark.parametrize("budget", [None, Passes(50, 100), Duration(0, 1)], ids=str)
+def test_the_ceiling_has_a_method_of_its_own(tmp_path, monkeypatch, budget):
+    """Whatever a benchmark's own budget is: 33, 69 and 680 passes made three ceilings of one GPU."""
+    budgets = []
+    monkeypatch.setattr(ceiling, "time_call", lambda run, device, budget: budgets.append(budget) or Timing(9, 9, 9, 2))
+    monkeypatch.setitem(ceiling.SIZES, "cpu", 8)
+    one = ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget)
+    assert budgets == [ceiling.BUDGETS["cpu"]] == [Passes(0, 2)]
+    assert ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget) == one and len(budgets) == 1
+    assert ceiling.ceiling_note(one).endswith("The matmul is timed twice after one pass of warm-up.")
+
+
+def test_the_ceiling_of_a_gpu_is_timed_for_a_second(tmp_path, monkeypatch):
+    """Before, the power cap is not reached. A row of an earlier version that was timed for less is measured again."""
+    method = ceiling.BUDGETS["cuda"]
+    assert isinstance(method, Duration) and min(method.warmup, method.rep) >= ceiling.LEAST_MS
+    long, short = (row(implementation="matmul", median_ms=1.5, iterations=n, tflops=700.0) for n in (680, 33))
+    assert [ceiling._is_long_enough(each, torch.device("cuda")) for each in (long, short)] == [True, False]
+    assert not ceiling._is_long_enough(row(status="oom", median_ms=None), torch.device("cuda"))
+    assert "timed for 1.5 s after 1.5 s of warm-up" in ceiling.ceiling_note(long)
+    assert "It uses no tensor cores." in ceiling.ceiling_note(long)
+    assert "tensor cores" not in ceiling.ceiling_note(replace(long, dtype="bfloat16"))
+
+
+@needs_gpu
+def test_the_ceiling_stays(tmp_path):
+    first, second = (ceiling.measure_ceiling(None, torch.bfloat16, DEVICE).tflops for _ in range(2))
+    assert first and second and abs(first / second - 1) < 0.03
 
 
 def _sweeps(second: Implementation) -> list[Sweep]:

@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatt
 from cs336_systems.bench.ceiling import CEILING, ceiling_name
 from cs336_systems.bench.measure import PREDICTION_METHOD
 from cs336_systems.bench.record import Row, Status, replace_content
-from cs336_systems.bench.report import code
+from cs336_systems.bench.report import code_of
 from cs336_systems.bench.workload import FLOPS_METHOD, Pass
 
 DEFAULT_BASELINE = "naive"
@@ -620,7 +620,9 @@ def _length_name(setting: Setting) -> str:
 def _environments(plot: Plot) -> list[str]:
     """Where the rows were measured; a sweep that went on later may have had several commits."""
     rows = (row for panel in plot.panels for row in panel.rows)
-    found = dict.fromkeys(f"{row.gpu}, torch {row.torch}, triton {row.triton or 'none'}, {code(row)}" for row in rows)
+    found = dict.fromkeys(
+        f"{row.gpu}, torch {row.torch}, triton {row.triton or 'none'}, {code_of(row)}" for row in rows
+    )
     shown = list(found)[:MOST_ENVIRONMENTS]
     return shown + ([f"and {len(found) - len(shown)} other environments"] if len(found) > len(shown) else [])
 

@@ -126,7 +126,7 @@ def comparison(
 
 def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str], what: str = "lines") -> list[str]:
     notes = [_constants(rows, varying), passes(rows), *method, spread(rows), _apart(rows, what)]
-    return [note for note in (*notes, *messages(rows, _place), *environments(rows)) if note]
+    return [note for note in (*notes, *messages(rows, _place), *environments(rows), *code_notes(rows)) if note]
 
 
 def comparisons(
@@ -395,26 +395,26 @@ def _place(row: Row) -> str:
 
 
 def environments(rows: Sequence[Record]) -> list[str]:
-    """One line for each environment in which rows were measured: a sweep that went on later may have had several.
-
-    A last line says how many rows were measured by other code than the present; that of rows without a source was.
-    """
+    """One line for each environment in which rows were measured: a sweep that went on later may have had several."""
     lines = dict.fromkeys(
         f"Measured on {row.gpu}, driver {row.driver or 'none'}, torch {row.torch}, triton {row.triton or 'none'}, "
-        f"{code(row)}, float32 matmul precision {_PRECISIONS.get(row.float32_precision, row.float32_precision)}."
+        f"{code_of(row)}, float32 matmul precision {_PRECISIONS.get(row.float32_precision, row.float32_precision)}."
         for row in rows
     )
-    return [*lines, *code_notes(rows)]
+    return list(lines)
 
 
-def code(row: Environment) -> str:
+def code_of(row: Environment) -> str:
     """The commit and the source of a row, ten digits each."""
     source = f", source {row.source[:10]}" if row.source else ""
     return f"commit {(row.commit or 'unknown')[:10]}{' with local changes' if row.dirty else ''}{source}"
 
 
 def code_notes(rows: Sequence[Record]) -> list[str]:
-    """How a source is computed, and that the code has changed since rows were measured, where it has."""
+    """How a source is computed, and that the code has changed since rows were measured, where it has.
+
+    Rows without a source are older than the code that gives them one.
+    """
     older = sum(row.source != present_source() for row in rows)
     which = "these rows were" if older == len(rows) else f"{older} of {len(rows)} rows were"
     changed = f"The code has changed since {which} measured." if older else ""

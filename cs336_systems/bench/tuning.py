@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
 from cs336_systems.bench.record import Environment, Row, RowFile, Status
-from cs336_systems.bench.report import Table, environments, passes, say, short_message, spread, time_cell
+from cs336_systems.bench.report import Table, code_notes, environments, passes, say, short_message, spread, time_cell
 from cs336_systems.bench.sweep import (
     DeviceLostError,
     Measured,
@@ -287,6 +287,7 @@ def ranking(
         spread(rows),
         *(f"{row.variant}, {row.status}: {short_message(row)}" for row in untimed),
         *environments(rows),
+        *code_notes(rows),
     ]
     return Table(title, headers, lines, [note for note in notes if note])
 
