@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
+from filelock import FileLock
 from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_systems import benchmark
+from cs336_systems.bench.ceiling import CEILING_METHOD
 from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.model import (
     FLOPS_OVER_FORWARD,
@@ -35,7 +37,7 @@ from cs336_systems.bench.model import (
 )
 from cs336_systems.bench.model_report import model_tables
 from cs336_systems.bench.model_sweep import ModelSweep
-from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.record import BusyError, read_rows
 from cs336_systems.bench.report import time_cell
 from cs336_systems.implementation import Implementation
 
@@ -341,3 +343,18 @@ def test_each_flag_has_a_text_for_help():
 def test_sweep_means_all_sizes():
     assert list(SIZES) == ["small", "medium", "large", "xl", "2.7b"] and VOCABULARY == 10_000
     assert [size.d_head for size in SIZES.values()] == [64, 64, 64, 64, 80]
+
+
+def test_a_second_run_stops_before_the_ceiling(tmp_path, monkeypatch):
+    """The large matmul, too, would spoil the times of the run that is under way."""
+    monkeypatch.setattr(benchmark, "measure_ceiling", lambda *_: pytest.fail("measured beside another run"))
+    with FileLock(tmp_path / ".measuring.lock"), pytest.raises(BusyError):  # as another process holds it
+        benchmark.main(benchmark.Config(device="cpu", out_jsonl=tmp_path / "a.jsonl", out_md=tmp_path / "a.md"))
+
+
+def test_a_share_of_the_ceiling_says_how_that_was_timed(tmp_path, console):
+    rows = sweep(example(), passes=("forward",)).run(tmp_path / "a.jsonl", False, console)
+    (table,) = model_tables(rows, "t", ["method"])
+    assert CEILING_METHOD["cpu"] in table.notes
+    (table,) = model_tables([replace(row, utilisation=None) for row in rows], "t", ["method"])
+    assert CEILING_METHOD["cpu"] not in table.notes
