@@ -206,6 +206,15 @@ def test_out_of_memory_is_measured_again_where_more_is_free(tmp_path, monkeypatc
     assert ("length 32, float32." in out.getvalue()) == (not measured)
 
 
+def test_memory_that_was_taken_meanwhile_was_not_free(tmp_path, monkeypatch):
+    """The least counts: another process may take the memory after the row's measurement has begun."""
+    free = iter([9000.0, 9000.0, 100.0, 100.0, 9000.0])  # at the start, then before and after each row
+    monkeypatch.setattr(sweep_module, "free_memory_mib", lambda device: next(free))
+    failing = _raising(torch.OutOfMemoryError(OUT_OF_MEMORY))
+    rows = sweep(example(function=failing), shapes=(shape(32), shape(32, d=4))).run(tmp_path / "metrics.jsonl")
+    assert [each.free_mib for each in rows] == [100.0, 100.0]
+
+
 def test_a_run_says_how_old_the_rows_are_that_it_keeps(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     _resume(path)

@@ -77,7 +77,7 @@ class Environment:
         return Environment(
             gpu=torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
             driver=_driver() if on_gpu else None,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             triton=_version("triton"),
             commit=commit,
             dirty=dirty,

@@ -273,9 +273,12 @@ def fill(
             cases = list(group)
             progress.update(task, description=str(cases[0]))
             free_mib = free_memory_mib(device)
-            rows = [replace(row, free_mib=free_mib) if row.status == "oom" else row for row in measure(cases)]
+            rows = measure(cases)
             rows[-1], lost = _release(device, baseline, rows[-1])
-            for case, row in zip(cases, rows, strict=True):
+            if free_mib is not None and not lost:
+                free_mib = min(free_mib, free_memory_mib(device) or 0)  # another process may have taken it meanwhile
+            for case, measured in zip(cases, rows, strict=True):
+                row = replace(measured, free_mib=free_mib) if measured.status == "oom" else measured
                 file.put(row)
                 done += 1
                 left = (time.monotonic() - start) / done * (len(todo) - done)
