@@ -160,7 +160,7 @@ def main(config: Config) -> None:
     )
     from cs336_systems.bench.model_report import model_tables
     from cs336_systems.bench.model_sweep import ModelSweep
-    from cs336_systems.bench.record import read_rows
+    from cs336_systems.bench.record import measuring_into, read_rows
     from cs336_systems.bench.report import say, write_tables
 
     device = device_named(config.device)
@@ -176,7 +176,11 @@ def main(config: Config) -> None:
     workloads = [ModelWorkload(size, n, config.batch, config.amp == "bf16") for size in sizes for n in contexts]
     passes: list[ModelPass] = list(dict.fromkeys(config.passes))
     console = Console()
-    with float32_precision(config.float32_precision), recorded_memory(config.memory_snapshot):
+    with (
+        measuring_into(config.out_jsonl),
+        float32_precision(config.float32_precision),
+        recorded_memory(config.memory_snapshot),
+    ):
         # Under a profiler a large matmul would be most of what it sees.
         ceiling = None if config.nvtx else measure_ceiling(None, workloads[0].dtype, device, budget).tflops
         sweep = ModelSweep(

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+LONGEST_FIRST_PART = 200  # characters of an error, before what its cause says
+
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """`attention(q, k, v, is_causal) -> o`: q and o are (..., n_queries, d), k and v are (..., n_keys, d)."""
 
@@ -37,15 +39,32 @@ def compiled_at_first_call(function: AnyFunction, **options: Any) -> AnyFunction
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; nothing where it says nothing.
+    """What an error says, in one line, and after it what the last error of its chain says, where that is more.
 
-    A CompilationError of Triton's begins with source text, once more for every helper that the kernel calls: there it
-    is what the innermost one says is wrong.
+    The chain is that of `raise … from` and of errors raised while another was handled. A CompilationError of Triton's
+    begins with source text, once more for every helper that the kernel calls: it counts for what it says is wrong.
     """
-    while hasattr(error, "error_message") and error.__cause__ is not None:
-        error = error.__cause__
-    said = getattr(error, "error_message", None) or str(error)
-    return next(iter(said.strip().splitlines()), "")
+    chain = [error]
+    while (cause := _cause(chain[-1])) is not None and cause not in chain:
+        chain.append(cause)
+    said, why = _own_line(error), _own_line(chain[-1])
+    if why in said:
+        return said
+    return f"{said[:LONGEST_FIRST_PART].removesuffix(':')}: {type(chain[-1]).__name__}: {why}" if said else why
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    inner = getattr(error, "inner_exception", None)  # torch.compile's, raised `from None`
+    if isinstance(inner, BaseException):
+        return inner
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _own_line(error: BaseException) -> str:
+    """The first line of an error's text, with the next one where it only announces it ("… raised:")."""
+    text = getattr(error, "error_message", error)
+    lines = [line.strip() for line in str(text or "").splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
 
 
 def refuses_nothing(device: torch.device, dtype: torch.dtype, d: int) -> str | None:

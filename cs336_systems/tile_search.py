@@ -24,7 +24,7 @@ from cs336_systems.bench.accuracy import (
     error_budget,
     require_within,
 )
-from cs336_systems.bench.record import Environment, Key
+from cs336_systems.bench.record import Environment, Row
 from cs336_systems.bench.report import Table
 from cs336_systems.bench.sweep import Measured, classify
 from cs336_systems.bench.tuning import FINAL_METHOD, Resources, Trial, TrialRow, ranked, ranking
@@ -372,7 +372,7 @@ class TileBench:
 
     def is_of(self, row: TrialRow, kernel: str, environment: Environment) -> bool:
         """Whether the row holds a time of the kernel at this shape on this device."""
-        key = Key.of(row_name(kernel), TUNED[kernel].pass_, self.shape, environment, row.variant)
+        key = Row.of(row_name(kernel), TUNED[kernel].pass_, self.shape, environment, row.variant).key
         return row.median_ms is not None and row.key == key
 
     def trial(self, kernel: str, tile: Tile) -> Trial:

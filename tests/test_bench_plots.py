@@ -1,5 +1,6 @@
 """bench.plots: every number in a figure is a row's, figures can be told apart and read, and scripts/plot.py."""
 
+import errno
 import importlib.util
 import runpy
 import sys
@@ -18,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 from cs336_systems.bench import plots as module
+from cs336_systems.bench import record
 from cs336_systems.bench.plots import STYLES, draw, plan, styles
 from cs336_systems.bench.record import Row
 
@@ -252,18 +254,40 @@ def test_prediction_goes_on_where_memory_ends():
 def test_ceiling_is_the_matmul_of_the_same_dtype_precision_and_gpu():
     others = [{"dtype": "bfloat16"}, {"float32_precision": "high"}, {"gpu": "another"}, {"status": "oom"}]
     rows = [*grid(), *(at(8, "matmul", **{"tflops": 999.0} | change) for change in others)]
-    assert not lines(figures(rows)["tflops"].axes[0], "matmul, 51.2 TFLOP/s")
     assert not any("matmul" in str(line.get_label()) for line in figures(rows)["tflops"].axes[0].get_lines())
 
     rows += [at(8, "matmul", tflops=51.23, d=8, batch=1), at(16, "matmul", tflops=50.0, pass_="backward")]
     found = figures(rows)
     for axes in found["tflops"].axes:
-        line = lines(axes, "matmul, 51.2 TFLOP/s")["matmul"]
+        line = lines(axes, "matmul without tensor cores, 51.2 TFLOP/s")["matmul"]
         assert numbers(line.get_ydata()) == [51.23] * 2
         assert line.is_dashed()
     for kind in ("latency", "memory", "speedup"):
         assert len(found[kind].axes) == 2, "matmul has no panel"
         assert not any("matmul" in str(line.get_gid()) for line in found[kind].axes[0].get_lines())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("matmul without tensor cores", {}),
+        ("matmul in float32 with TF32", {"float32_precision": "high"}),
+        ("matmul in bfloat16", {"dtype": "bfloat16"}),
+        ("matmul in float32", {"driver": None}),  # on a CPU
+    ],
+)
+def test_the_legend_says_which_matmul_it_is(name, changes):
+    """A kernel on tensor cores lies above a matmul without, and that is no error."""
+    found = figures([*grid(**changes), at(8, "matmul", tflops=51.23, **changes)])
+    assert lines(found["tflops"].axes[0], f"{name}, 51.2 TFLOP/s")
+
+
+def test_a_full_disk_names_the_figure(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(record.Path, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=r"No space left on device, the file stays as it is: '.*latency-float32-.*\.png'"):
+        draw(grid(), tmp_path, "title")
+    assert not list(tmp_path.iterdir())
 
 
 def test_speed_up_over_another_baseline():
@@ -531,7 +555,7 @@ def test_script_says_what_is_wrong_in_one_line(tmp_path, monkeypatch):
     for content, arguments, message in (
         (None, (), "No such file or directory"),
         ("", (), "there are no rows to plot"),
-        (whole.replace('"p20_ms"', '"p25_ms"') + "\n", (), "line 1 is not a benchmark row: keys missing: ['p20_ms']"),
+        (whole.replace('"p20_ms"', '"p25_ms"') + "\n", (), "line 1 is not a benchmark row: key 'p25_ms' is unknown"),
         (whole + "\nhello\n", (), "line 2 is not a benchmark row"),
         (whole + "\n", ("--baseline", "sdpa"), "the baseline 'sdpa' is none of"),
     ):

@@ -1,6 +1,7 @@
 """bench.report: the lines, cells and notes of a table, and that making it needs nothing but what is installed."""
 
 import ast
+import errno
 import io
 import re
 import sys
@@ -8,9 +9,12 @@ import tomllib
 from itertools import product
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from cs336_systems.bench.report import Table, comparison, comparisons, rounds
+from cs336_systems.bench import record
+from cs336_systems.bench.report import Table, comparison, comparisons, rounds, write_tables
+from cs336_systems.bench.source import present_source
 
 from .bench_examples import row
 
@@ -124,13 +128,44 @@ def test_notes_state_method_constants_spread_and_environment():
         "dtype float32, causal yes, batch 8, heads 1",
         "50.0 % for the worst, above 5 % for 1 of 2 rows",
         "that is mostly the host",
-        "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123",
+        "NVIDIA H200, driver 570.1, torch 2.11.0, triton 3.6.0, commit abc123,",
         "float32 matmul precision highest (no TF32)",
         "commit def456 with local changes, float32 matmul precision high (TF32 allowed)",
     ):
         assert text in notes
     assert table.headers[3] == "float32 matmul precision", "what varies is a column"
     assert [line[4] for line in table.lines] == ["2.000", "~2.000"], "the one that may come out otherwise is marked"
+
+
+def test_notes_say_which_code_was_measured_and_whether_it_has_changed():
+    """Commit and source in ten digits; a row without a source is older than the present code."""
+    now, then = present_source(), "0123456789" * 4
+    old, changed, same = row(commit="a" * 40), row(source=then, d=16), row(source=now, d=32)
+
+    def notes(*rows):
+        return "\n".join(comparison(rows, "t", NAMES, "naive").notes)
+
+    method = "Source: what `git ls-tree COMMIT cs336_basics cs336_systems | git mktree` prints."
+    assert "commit aaaaaaaaaa, float32" in notes(old) and method not in notes(old)
+    assert "source 0123456789, float32" in notes(changed) and method in notes(changed)
+    for rows, said in (
+        ((old,), "The code has changed since these rows were measured."),
+        ((changed,), "The code has changed since these rows were measured."),
+        ((old, same), "The code has changed since 1 of 2 rows were measured."),
+    ):
+        assert said in notes(*rows)
+    assert "has changed" not in notes(same)
+
+
+def test_a_full_disk_leaves_the_tables(tmp_path, monkeypatch):
+    path, table = tmp_path / "table.md", Table("t", ["a"], [["1"]], [])
+    write_tables(path, [table])
+    before = path.read_bytes()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(record.Path, "write_bytes", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(OSError, match=rf"No space left on device, the file stays as it is: '{path}'"):
+        write_tables(path, [table, table])
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_note_counts_the_passes_found_in_the_rows():

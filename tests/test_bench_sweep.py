@@ -9,19 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
+from filelock import FileLock
 from rich.console import Console
 from torch._dynamo.utils import counters
 
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench import ceiling
 from cs336_systems.bench import sweep as sweep_module
-from cs336_systems.bench.measure import Passes, Timing, float32_precision
-from cs336_systems.bench.record import Row, read_rows
+from cs336_systems.bench.measure import Duration, Passes, Timing, float32_precision
+from cs336_systems.bench.record import BusyError, Row, RowFile, read_rows
+from cs336_systems.bench.report import comparison
 from cs336_systems.bench.sweep import DeviceLostError, Measured, Sweep, SweepInterrupted, classify, run_all
 from cs336_systems.bench.workload import MIB
-from cs336_systems.implementation import Implementation
+from cs336_systems.implementation import Implementation, first_line
 from cs336_systems.kernels.tiles import KIB, Gpu
 
-from .bench_examples import example, plain_attention, shape, sweep
+from .bench_examples import CPU, example, plain_attention, row, shape, sweep
 from .machine import DEVICE, compile_missing_reason, mock_gpu, needs_gpu, needs_triton, skip_if
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 8.00 GiB."
@@ -167,10 +170,116 @@ def test_unsupported_and_skipped_rows_say_why(tmp_path, monkeypatch):
     assert again.status == "ok", "a skipped row is tried again: memory may be free by now, and it costs nothing"
 
 
-def test_out_of_memory_says_the_same_each_time():
-    """Not how much was free just then, or a table would have a note for each row."""
-    error = torch.OutOfMemoryError(f"{OUT_OF_MEMORY} GPU 0 has a total capacity of 139.81 GiB of which 5 MiB is free.")
-    assert classify(error) == ("oom", f"OutOfMemoryError: {OUT_OF_MEMORY}")
+def test_out_of_memory_says_who_held_it_and_a_table_says_it_once():
+    """How much was free just then differs from row to row, and a table would have a note for each."""
+    held = "GPU 0 has a total capacity of 139.81 GiB of which {} MiB is free. Process 17 has 100.00 GiB memory in use. "
+    held += "Including non-PyTorch memory, this process has 39.00 GiB memory in use."
+    rows = []
+    for free in (5, 7):
+        holder = held.format(free)
+        error = torch.OutOfMemoryError(
+            f"{OUT_OF_MEMORY} {holder} Of the allocated memory 38 GiB is allocated by PyTorch"
+        )
+        assert classify(error) == ("oom", f"OutOfMemoryError: {OUT_OF_MEMORY} {holder}")
+        rows.append(row(d=free, status="oom", median_ms=None, message=classify(error)[1]))
+    notes = comparison(rows, "t", ["naive"], "naive").notes
+    assert [note for note in notes if "oom" in note] == [
+        f"naive, oom: OutOfMemoryError: {OUT_OF_MEMORY} (d 5, length 256, pass forward, and 1 more)"
+    ]
+
+
+@pytest.mark.parametrize(("free_now", "measured"), [(40_000.0, []), (40_100.0, []), (140_000.0, [16, 32]), (None, [])])
+def test_out_of_memory_is_measured_again_where_more_is_free(tmp_path, monkeypatch, free_now, measured):
+    """Another process may have held the memory; what this process itself takes for its kernels does not count."""
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+    free = [40_000.0]
+    monkeypatch.setattr(sweep_module, "free_memory_mib", lambda device: free[0])
+    full = torch.OutOfMemoryError(OUT_OF_MEMORY)
+    assert _resume(path, {16: full, 32: full}) == ([8, 16, 32, 64], ["ok", "oom", "oom", "ok"])
+    assert [each.free_mib for each in read_rows(path)] == [None, 40_000.0, 40_000.0, None]
+    free[0] = free_now
+    assert _resume(path, console=Console(file=out, width=400))[0] == measured
+    kept = (
+        "Kept as out of memory, since no more memory is known to be free now: plain forward, batch 2, d 8, length 16, "
+    )
+    assert (kept in out.getvalue()) == (not measured)
+    assert ("length 32, float32." in out.getvalue()) == (not measured)
+
+
+def test_memory_that_was_taken_meanwhile_was_not_free(tmp_path, monkeypatch):
+    """The least counts: another process may take the memory after the row's measurement has begun."""
+    free = iter([9000.0, 9000.0, 100.0, 100.0, 9000.0])  # at the start, then before and after each row
+    monkeypatch.setattr(sweep_module, "free_memory_mib", lambda device: next(free))
+    failing = _raising(torch.OutOfMemoryError(OUT_OF_MEMORY))
+    rows = sweep(example(function=failing), shapes=(shape(32), shape(32, d=4))).run(tmp_path / "metrics.jsonl")
+    assert [each.free_mib for each in rows] == [100.0, 100.0]
+
+
+def test_a_run_says_how_old_the_rows_are_that_it_keeps(tmp_path):
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+    _resume(path)
+    changes = ({"source": None}, {"source": "f" * 40, "torch": "2.0"}, {"triton": "2.0"}, {})
+    file = RowFile(path)
+    for one, change in zip(read_rows(path), changes, strict=True):
+        file.put(replace(one, **change))
+    _resume(path, console=Console(file=out, width=400))
+    assert out.getvalue() == (
+        f"{path} holds 4 of 4 rows, 2 of other code, 2 of another torch or triton; --fresh measures them again.\n"
+    )
+
+
+def test_a_second_run_in_a_folder_stops_before_it_measures(tmp_path):
+    counting = _Counting({})
+    lock = FileLock(tmp_path / ".measuring.lock")  # as another process holds it
+    with lock, pytest.raises(BusyError, match="another run is measuring into"):
+        sweep(example(function=counting)).run(tmp_path / "metrics.jsonl", fresh=True)
+    assert not counting.measured and not (tmp_path / "metrics.jsonl").exists()
+
+
+def _chained(explicit: bool) -> RuntimeError:
+    """What compilers raise: an announcement, and the cause at the end of its chain."""
+    try:
+        try:
+            raise PermissionError(13, "Permission denied", "/proc/nowhere")
+        except PermissionError as cause:
+            raise RuntimeError("the kernel cannot be compiled:\n\n  see above") from (cause if explicit else None)
+    except RuntimeError as error:
+        return error
+
+
+def test_the_cause_of_an_error_is_said():
+    nested = RuntimeError("outer")
+    nested.__context__ = _chained(True)
+    cause = "PermissionError: [Errno 13] Permission denied: '/proc/nowhere'"
+    assert first_line(_chained(True)) == f"the kernel cannot be compiled: see above: {cause}"
+    assert first_line(_chained(False)) == "the kernel cannot be compiled: see above", "`from None` hides what it hides"
+    assert first_line(nested) == f"outer: {cause}"
+    assert first_line(ValueError("\n\n what \n more")) == "what"
+    assert first_line(ValueError()) == ""
+    circle = ValueError("a")
+    circle.__cause__, nested.__context__ = nested, circle
+    assert first_line(circle) == "a: RuntimeError: outer"
+    long = RuntimeError("x" * 1000)
+    long.__cause__ = OSError("why")
+    assert classify(long)[1].endswith("OSError: why")
+
+
+def test_a_compiler_that_fails_says_why(tmp_path):
+    """In the row and on the console: no C++ compiler, or a cache folder that cannot be written."""
+
+    def backend(module, example_inputs):
+        try:
+            raise FileNotFoundError(2, "No such file or directory", "g++")
+        except FileNotFoundError as error:
+            raise RuntimeError("no working C++ compiler") from error
+
+    out = io.StringIO()
+    (found,) = sweep(_compiled(plain_attention, backend)).run(
+        tmp_path / "m.jsonl", console=Console(file=out, width=400)
+    )
+    cause = "No such file or directory: 'g++'"
+    assert found.status == "error" and "raised: RuntimeError: no working C++ compiler" in said(found)
+    assert said(found).endswith(cause) and f"{cause})\n" in out.getvalue()
 
 
 def test_remarks_and_settings_are_said(tmp_path):
@@ -216,9 +325,9 @@ class _Counting:
         return plain_attention(q, k, v, is_causal)
 
 
-def _resume(path, errors=(), fresh=False):
+def _resume(path, errors=(), fresh=False, console=None):
     counting = _Counting(dict(errors))
-    rows = sweep(example(function=counting), shapes=tuple(shape(n) for n in (8, 16, 32, 64))).run(path, fresh)
+    rows = sweep(example(function=counting), shapes=tuple(shape(n) for n in (8, 16, 32, 64))).run(path, fresh, console)
     return counting.measured, [row.status for row in rows]
 
 
@@ -446,6 +555,40 @@ def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
     oom, ok = gpu.run(tmp_path / "metrics.jsonl")
     assert (oom.status, oom.median_ms, ok.status) == ("oom", None, "ok")
     assert "stayed allocated" not in said(oom)
+    assert oom.free_mib is not None and "is free" in said(oom) and ok.free_mib is None
+
+
+# --- the matmul for scale
+
+
+@pytest.mark.parametrize("budget", [None, Passes(50, 100), Duration(0, 1)], ids=str)
+def test_the_ceiling_has_a_method_of_its_own(tmp_path, monkeypatch, budget):
+    """Whatever a benchmark's own budget is: 33, 69 and 680 passes made three ceilings of one GPU."""
+    budgets = []
+    monkeypatch.setattr(ceiling, "time_call", lambda run, device, budget: budgets.append(budget) or Timing(9, 9, 9, 2))
+    monkeypatch.setitem(ceiling.SIZES, "cpu", 8)
+    one = ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget)
+    assert budgets == [ceiling.BUDGETS["cpu"]] == [Passes(0, 2)]
+    assert ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget) == one and len(budgets) == 1
+    assert ceiling.ceiling_note(one).endswith("The matmul is timed twice after one pass of warm-up.")
+
+
+def test_the_ceiling_of_a_gpu_is_timed_for_a_second(tmp_path, monkeypatch):
+    """Before, the power cap is not reached. A row of an earlier version that was timed for less is measured again."""
+    method = ceiling.BUDGETS["cuda"]
+    assert isinstance(method, Duration) and min(method.warmup, method.rep) >= ceiling.LEAST_MS
+    long, short = (row(implementation="matmul", median_ms=1.5, iterations=n, tflops=700.0) for n in (680, 33))
+    assert [ceiling._is_long_enough(each, torch.device("cuda")) for each in (long, short)] == [True, False]
+    assert not ceiling._is_long_enough(row(status="oom", median_ms=None), torch.device("cuda"))
+    assert "timed for 1.5 s after 1.5 s of warm-up" in ceiling.ceiling_note(long)
+    assert "It uses no tensor cores." in ceiling.ceiling_note(long)
+    assert "tensor cores" not in ceiling.ceiling_note(replace(long, dtype="bfloat16"))
+
+
+@needs_gpu
+def test_the_ceiling_stays(tmp_path):
+    first, second = (ceiling.measure_ceiling(None, torch.bfloat16, DEVICE).tflops for _ in range(2))
+    assert first and second and abs(first / second - 1) < 0.03
 
 
 def _sweeps(second: Implementation) -> list[Sweep]:

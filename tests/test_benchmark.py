@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +17,7 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_systems import benchmark
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench.ceiling import CEILING_METHOD
 from cs336_systems.bench.cli import parse
 from cs336_systems.bench.measure import Passes
 from cs336_systems.bench.model import (
@@ -31,7 +33,7 @@ from cs336_systems.bench.model import (
 )
 from cs336_systems.bench.model_report import model_tables
 from cs336_systems.bench.model_sweep import ModelSweep
-from cs336_systems.bench.record import read_rows
+from cs336_systems.bench.record import BusyError, read_rows
 from cs336_systems.bench.report import time_cell
 from cs336_systems.implementation import Implementation
 
@@ -314,3 +316,18 @@ def test_what_is_looked_at_is_measured_anew(flags, tmp_path, monkeypatch):
 def test_sweep_means_all_sizes():
     assert list(SIZES) == ["small", "medium", "large", "xl", "2.7b"] and VOCABULARY == 10_000
     assert [size.d_head for size in SIZES.values()] == [64, 64, 64, 64, 80]
+
+
+def test_a_second_run_stops_before_the_ceiling(tmp_path, monkeypatch):
+    """The large matmul, too, would spoil the times of the run that is under way."""
+    monkeypatch.setattr(benchmark, "measure_ceiling", lambda *_: pytest.fail("measured beside another run"))
+    with FileLock(tmp_path / ".measuring.lock"), pytest.raises(BusyError):  # as another process holds it
+        benchmark.main(benchmark.Config(device="cpu", out_jsonl=tmp_path / "a.jsonl", out_md=tmp_path / "a.md"))
+
+
+def test_a_share_of_the_ceiling_says_how_that_was_timed(tmp_path, console):
+    rows = sweep(example(), passes=("forward",)).run(tmp_path / "a.jsonl", False, console)
+    (table,) = model_tables(rows, "t", ["method"])
+    assert CEILING_METHOD["cpu"] in table.notes
+    (table,) = model_tables([replace(row, utilisation=None) for row in rows], "t", ["method"])
+    assert CEILING_METHOD["cpu"] not in table.notes

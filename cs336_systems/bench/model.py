@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
+import pydantic.dataclasses
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from cs336_systems.bench.record import Record
+from cs336_systems.bench.record import Number, Record
 from cs336_systems.bench.workload import AttentionShape, require_at_least
 from cs336_systems.implementation import AttentionFunction
 
@@ -138,24 +139,14 @@ class ModelWorkload:
         return drawn[:, :-1], drawn[:, 1:]
 
 
-class ModelKey(NamedTuple):
-    """The key of a `ModelRow`."""
-
-    implementation: str
-    pass_: ModelPass
-    model_size: str
-    context_length: int
-    batch: int
-    dtype: str
-    compiled: bool
-    gpu: str
-    float32_precision: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow(Record):
     """One model, attention and pass, measured once; `implementation` is the attention."""
 
+    KEY = (
+        *("implementation", "pass_", "model_size", "context_length", "batch", "dtype", "compiled"),
+        *("gpu", "float32_precision"),
+    )
     MEASURED = Record.MEASURED | {"mean_ms", "std_ms", "tokens_per_second", "tflops", "utilisation"}
 
     pass_: ModelPass
@@ -165,16 +156,12 @@ class ModelRow(Record):
     batch: int
     dtype: str
     compiled: bool
-    mean_ms: float | None = None
-    std_ms: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_mib: float | None = None
-    tflops: float | None = None
-    utilisation: float | None = None
-
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(**{name: getattr(self, name) for name in ModelKey._fields})
+    mean_ms: Number = None
+    std_ms: Number = None
+    tokens_per_second: Number = None
+    peak_memory_mib: Number = None
+    tflops: Number = None
+    utilisation: Number = None
 
 
 def model_pass(

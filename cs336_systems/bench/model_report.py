@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from cs336_systems.bench.ceiling import method_of
 from cs336_systems.bench.model import MODEL_PASSES, SIZES, ModelRow
-from cs336_systems.bench.report import Table, environments, messages, passes, spread, time_cell
+from cs336_systems.bench.report import Table, code_notes, environments, messages, passes, spread, time_cell
 
 MIB_PER_GIB = 1024
 
@@ -55,9 +56,11 @@ def _table(rows: Sequence[ModelRow], title: str, method: Sequence[str]) -> Table
         passes(rows),
         "± is the standard deviation of a row's passes, around their mean; ms is the median.",
         *method,
+        *dict.fromkeys(method_of(row) for row in rows if row.utilisation is not None),
         spread(rows),
         *messages(rows, _where),
         *environments(rows),
+        *code_notes(rows),
     ]
     return Table(setting, headers, cells, [note for note in notes if note])
 

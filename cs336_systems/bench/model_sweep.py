@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cs336_systems.bench.accuracy import require_correct
 from cs336_systems.bench.compilation import CompileWatch, watched
 from cs336_systems.bench.measure import Passes, Timing, available_bytes, peak_memory, times_of
-from cs336_systems.bench.model import ModelKey, ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
+from cs336_systems.bench.model import ModelPass, ModelRow, ModelWorkload, Recipe, model_pass
 from cs336_systems.bench.record import Environment, RowFile, Status, now
 from cs336_systems.bench.sweep import FINAL_STATUSES, classify, fill, gib, remarks
 from cs336_systems.bench.workload import MIB, AttentionShape
@@ -62,39 +62,34 @@ class ModelSweep:
     def run(self, path: Path, fresh: bool, console: Console) -> list[ModelRow]:
         """Measure what `path` does not hold yet; arguments, result and errors are those of `bench.sweep.Sweep.run`."""
         environment = Environment.capture(self.device)
-        file = RowFile(path, fresh, ModelRow)
-        keys = {case: self._key(case, environment) for case in self.cases}
-        fill(
-            file,
-            keys,
-            lambda row: row.status in FINAL_STATUSES and self.budget.is_met_by(row.iterations),
-            lambda case: (case.implementation, case.workload),
-            lambda cases: self._measure(cases, environment),
-            self.device,
-            console,
-        )
+        keys = {case: self._row(case, environment, "skipped").key for case in self.cases}
+        with RowFile.opened(path, fresh, ModelRow) as file:
+            fill(
+                file,
+                keys,
+                lambda row: row.status in FINAL_STATUSES and self.budget.is_met_by(row.iterations),
+                lambda case: (case.implementation, case.workload),
+                lambda cases: self._measure(cases, environment),
+                self.device,
+                environment,
+                console,
+            )
         return [file.rows[key] for key in keys.values()]
 
-    def _key(self, case: ModelCase, environment: Environment) -> ModelKey:
+    def _row(
+        self, case: ModelCase, environment: Environment, status: Status, message: str | None = None, **measured
+    ) -> ModelRow:
         workload = case.workload
-        return ModelKey(
+        return ModelRow(
             implementation=case.implementation.name,
             pass_=case.pass_,
             model_size=workload.size.name,
+            parameters=workload.size.parameters,
             context_length=workload.context_length,
             batch=workload.batch,
             dtype=workload.dtype_name,
             compiled=self.compiled,
-            gpu=environment.gpu,
-            float32_precision=environment.float32_precision,
-        )
-
-    def _row(
-        self, case: ModelCase, environment: Environment, status: Status, message: str | None, **measured
-    ) -> ModelRow:
-        return ModelRow(
-            **self._key(case, environment)._asdict() | asdict(environment),
-            parameters=case.workload.size.parameters,
+            **asdict(environment),
             status=status,
             message=message,
             time=now(),

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib.style
@@ -21,9 +22,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from cs336_systems.bench.ceiling import CEILING
+from cs336_systems.bench.ceiling import CEILING, ceiling_name
 from cs336_systems.bench.measure import PREDICTION_METHOD
-from cs336_systems.bench.record import Row, Status
+from cs336_systems.bench.record import Row, Status, replace_content
+from cs336_systems.bench.report import code_of
 from cs336_systems.bench.workload import FLOPS_METHOD, Pass
 
 DEFAULT_BASELINE = "naive"
@@ -170,11 +172,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """The rows of one head dim in one setting; `ceiling` is the measured matmul's TFLOP/s, where there is one."""
+    """The rows of one head dim in one setting, and that of the matmul, where there is one."""
 
     d: int
     rows: Sequence[Row]
-    ceiling: float | None
+    ceiling: Row | None
 
     @property
     def lengths(self) -> list[int]:
@@ -248,8 +250,8 @@ def _throughput(row: Row, panel: Panel) -> Point | None:
 
 def _ceiling(axes: Axes, panel: Panel, look: Mapping[str, Style]) -> None:
     if panel.ceiling is not None:
-        label = f"{CEILING}, {panel.ceiling:.3g} TFLOP/s"
-        axes.axhline(panel.ceiling, color="0.3", linestyle="--", linewidth=1, label=label, gid=CEILING)
+        label = f"{ceiling_name(panel.ceiling)}, {panel.ceiling.tflops:.3g} TFLOP/s"
+        axes.axhline(panel.ceiling.tflops or 0, color="0.3", linestyle="--", linewidth=1, label=label, gid=CEILING)
 
 
 def _memory(row: Row, panel: Panel) -> Point | None:
@@ -331,11 +333,16 @@ class Plot:
             return figure
 
     def save(self, out_dir: Path, title: str) -> Path:
-        """Write the figure into `out_dir`; returns its path."""
-        path = out_dir / self.file_name
+        """Write the figure into `out_dir`; returns its path.
+
+        Raises:
+            OSError: it cannot be written; the file stays as it is.
+        """
+        path, content = out_dir / self.file_name, BytesIO()
         figure = self.figure(title)
         with _house_style():
-            figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same rows give the same bytes
+            figure.savefig(content, dpi=DPI, metadata={"Software": None})  # the same rows give the same bytes
+        replace_content(path, content.getvalue())
         return path
 
 
@@ -372,14 +379,11 @@ def draw(rows: Sequence[Row], out_dir: Path, title: str, baseline: str | None = 
     return [plot.save(out_dir, title) for plot in plots]
 
 
-def _ceilings(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
-    """GPU, dtype and precision -> TFLOP/s of its fastest matmul."""
-    found: dict[tuple[str, str, str], float] = {}
-    for row in rows:
-        if row.implementation == CEILING and row.status == "ok" and row.tflops:
-            at = (row.gpu, row.dtype, row.float32_precision)
-            found[at] = max(row.tflops, found.get(at, 0))
-    return found
+def _ceilings(rows: Iterable[Row]) -> dict[tuple[str, str, str], Row]:
+    """GPU, dtype and precision -> the row of its fastest matmul."""
+    timed = [row for row in rows if row.implementation == CEILING and row.status == "ok" and row.tflops]
+    timed.sort(key=lambda row: row.tflops or 0)
+    return {(row.gpu, row.dtype, row.float32_precision): row for row in timed}
 
 
 def _plan_kind(kind: Kind, rows: Sequence[Row], look: Mapping[str, Style]) -> Iterator[Plot]:
@@ -617,9 +621,7 @@ def _environments(plot: Plot) -> list[str]:
     """Where the rows were measured; a sweep that went on later may have had several commits."""
     rows = (row for panel in plot.panels for row in panel.rows)
     found = dict.fromkeys(
-        f"{row.gpu}, torch {row.torch}, triton {row.triton or 'none'}, commit {(row.commit or 'unknown')[:10]}"
-        f"{' with local changes' if row.dirty else ''}"
-        for row in rows
+        f"{row.gpu}, torch {row.torch}, triton {row.triton or 'none'}, {code_of(row)}" for row in rows
     )
     shown = list(found)[:MOST_ENVIRONMENTS]
     return shown + ([f"and {len(found) - len(shown)} other environments"] if len(found) > len(shown) else [])

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cs336_systems.bench.ceiling import CEILING
+from cs336_systems.bench.ceiling import CEILING, ceiling_note
 from cs336_systems.bench.measure import BACKWARD_METHOD, MEMORY_METHOD, PREDICTION_METHOD, Budget
 from cs336_systems.bench.record import Row, read_rows
 from cs336_systems.bench.report import Table, say, write_tables
@@ -64,21 +64,10 @@ def publish(
         measured, dtypes = {row.implementation for row in rows}, {row.dtype for row in rows}
         described = [implementation for implementation in implementations if implementation.name in measured]
         headers = [header for table in tables(rows, ()) for header in table.headers]
-        at_best = [_ceiling(row) for row in ceilings if row.dtype in dtypes]
+        at_best = [ceiling_note(row) for row in ceilings if row.dtype in dtypes]
         return tables(rows, (*method(described, rows, headers, budget, device), *at_best))
 
     write_tables(markdown, made_of(on_record))  # first: a console may fail
     for table in made_of(rows):
         table.print(console)
     say(console, f"Rows are in {jsonl}, tables in {markdown}.")
-
-
-def _ceiling(row: Row) -> str:
-    precision = f", float32 precision {row.float32_precision}" if row.dtype == "float32" else ""
-    what = f"torch.matmul of two {row.d} x {row.d} matrices in {row.dtype}{precision}"
-    if row.tflops is None:
-        return f"For scale: {what}: {row.status} ({row.message})."
-    text = f"For scale: {what}: {row.tflops:.3g} TFLOP/s."
-    if row.dtype == "float32" and row.float32_precision == "highest" and row.driver:  # on a GPU
-        text += " It uses no tensor cores."
-    return text

@@ -4,32 +4,62 @@ import json
 import math
 import os
 import platform
-import subprocess
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+import warnings
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 from uuid import uuid4
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
+from cs336_systems.bench.source import output_of, present_commit, present_source
 from cs336_systems.bench.workload import AttentionShape, Pass
 
 Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
 ROW_BEGINS = b'{"implementation": '  # also one that a process died in the middle of
+LEFT_OUT = ("variant", "source", "free_mib")  # keys that a line of JSON has only where they are set
 
 
 class RecordError(ValueError):
     """A line of a JSONL file is no row; the message names the file, the line and what is wrong."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class BusyError(OSError):
+    """Another process measures into the same folder."""
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_iso(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+Number = Annotated[float | None, BeforeValidator(_finite)]
+"""A measured figure; None where there is none, and in place of a NaN or an infinity, which strict JSON has not."""
+
+
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    config=ConfigDict(
+        strict=True, extra="forbid", validate_by_name=True, alias_generator=lambda field: field.rstrip("_")
+    ),
+)
 class Environment:
-    """Where a row was measured. `gpu` is the CPU's name on a CPU; what does not apply or is unknown is None."""
+    """Where a row was measured. `gpu` is the CPU's name on a CPU; what does not apply or is unknown is None.
+
+    `source` is the hash of the code, see `bench.source`; rows of older files have none.
+    """
 
     gpu: str
     driver: str | None
@@ -37,66 +67,70 @@ class Environment:
     triton: str | None
     commit: str | None
     dirty: bool | None
+    source: str | None = None
     float32_precision: str
 
     @classmethod
     def capture(cls, device: torch.device) -> "Environment":
         on_gpu = device.type == "cuda"
-        commit, dirty = _commit()
-        return cls(
+        commit, dirty = present_commit()
+        return Environment(
             gpu=torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
             driver=_driver() if on_gpu else None,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             triton=_version("triton"),
             commit=commit,
             dirty=dirty,
+            source=present_source(),
             float32_precision=torch.get_float32_matmul_precision(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Environment):
     """What any benchmark's row has: how it ended, and where and when. JSON writes the field `pass_` as "pass".
 
     `warmup` and `iterations` are the passes behind the times; None where nothing was timed, and in older files.
+    `free_mib` is the GPU's free memory before a measurement that ran out of it.
+
+    Raises:
+        ValueError: a field is missing, unknown or of another type, or a row that is ok has no time.
     """
 
-    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"warmup", "iterations"})
-    """Keys that a line of JSON may lack."""
-    LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
-    """Keys that a line of JSON has only where they are set."""
+    KEY: ClassVar[tuple[str, ...]]
+    """The fields that make two rows the same measurement; the later row replaces the earlier one."""
     MEASURED: ClassVar[frozenset[str]] = frozenset({"median_ms", "p20_ms", "p80_ms", "warmup", "iterations"})
     """Fields that are None where nothing was timed."""
 
     implementation: str
     pass_: str
-    median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
+    median_ms: Number = None
+    p20_ms: Number = None
+    p80_ms: Number = None
     status: Status
     message: str | None = None
-    gpu: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    commit: str | None
-    dirty: bool | None
-    float32_precision: str
-    time: str
+    time: Annotated[str, AfterValidator(_in_iso)]
     warmup: int | None = None
     iterations: int | None = None
+    free_mib: Number = None
+
+    @model_validator(mode="after")
+    def _ok_has_a_time(self) -> Self:
+        if self.status == "ok" and self.median_ms is None:
+            raise ValueError("status is 'ok', but median_ms is null")
+        return self
 
     @property
     def key(self) -> Hashable:
-        """What makes two rows the same measurement, one of which replaces the other; commit and time do not."""
-        raise NotImplementedError
+        return tuple(getattr(self, name) for name in self.KEY)
 
     def to_json(self) -> str:
-        """One line of strict JSON, what was measured before how it went: a NaN or an infinity becomes null."""
-        common = [field.name for field in fields(Record)]
-        own = [field.name for field in fields(self) if field.name not in common]
-        values = {_to_key(name): _finite(getattr(self, name)) for name in (*common[:2], *own, *common[2:])}
-        written = {key: value for key, value in values.items() if value is not None or key not in self.LEFT_OUT}
+        """One line of strict JSON, the environment last."""
+        where = {field.name for field in fields(Environment)}
+        values = dict(sorted(asdict(self).items(), key=lambda item: item[0] in where))
+        written = {
+            name.rstrip("_"): value for name, value in values.items() if value is not None or name not in LEFT_OUT
+        }
         return json.dumps(written, allow_nan=False, ensure_ascii=False)
 
     @classmethod
@@ -109,48 +143,20 @@ class Record:
         values = json.loads(text, parse_constant=_refuse_constant)
         if not isinstance(values, dict):
             raise ValueError(f"a row is a JSON object, not {values!r}")
-        types = {_to_key(field.name): field.type for field in fields(cls)}
-        missing, unknown = types.keys() - cls.OPTIONAL - values.keys(), values.keys() - types.keys()
-        if missing or unknown:
-            raise ValueError(f"keys missing: {sorted(missing)}, keys unknown: {sorted(unknown)}")
-        for key, value in values.items():
-            if not _fits(value, allowed := types[key]):
-                raise ValueError(f"{key} is {value!r}; allowed: {_describe(allowed)}")
-        if values["status"] == "ok" and values["median_ms"] is None:
-            raise ValueError("status is 'ok', but median_ms is null")
-        datetime.fromisoformat(values["time"])
-        return cls(**{_to_field(key): value for key, value in values.items()})
-
-
-class Key(NamedTuple):
-    """The key of a `Row`."""
-
-    implementation: str
-    pass_: Pass
-    batch: int
-    heads: int
-    n_queries: int
-    n_keys: int
-    d: int
-    dtype: str
-    causal: bool
-    gpu: str
-    float32_precision: str
-    variant: str | None = None
-
-    @classmethod
-    def of(cls, implementation: str, pass_: Pass, shape: AttentionShape, at: Environment, variant: str | None) -> "Key":
-        """The key of what is measured at `shape` in the environment `at`."""
-        sizes: dict[str, Any] = asdict(shape) | {"dtype": shape.dtype_name}
-        return cls(implementation, pass_, **sizes, gpu=at.gpu, float32_precision=at.float32_precision, variant=variant)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ValueError("; ".join(_described(each) for each in error.errors())) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """One attention implementation, shape and pass, measured once. JSON has `variant` only if it is set."""
+    """One attention implementation, shape and pass, measured once."""
 
-    OPTIONAL = Record.OPTIONAL | {"variant"}
-    LEFT_OUT = Record.LEFT_OUT | {"variant"}
+    KEY = (
+        *("implementation", "pass_", "batch", "heads", "n_queries", "n_keys", "d", "dtype", "causal"),
+        *("gpu", "float32_precision", "variant"),
+    )
     MEASURED = Record.MEASURED | {"tflops"}
 
     pass_: Pass
@@ -161,87 +167,138 @@ class Row(Record):
     d: int
     dtype: str
     causal: bool
-    tflops: float | None = None
-    memory_mib: float | None = None
-    predicted_memory_mib: float | None = None
+    tflops: Number = None
+    memory_mib: Number = None
+    predicted_memory_mib: Number = None
     variant: str | None = None
 
-    @property
-    def key(self) -> Key:
-        return Key(**{name: getattr(self, name) for name in Key._fields})
+    @classmethod
+    def of(
+        cls,
+        implementation: str,
+        pass_: Pass,
+        shape: AttentionShape,
+        at: Environment,
+        variant: str | None = None,
+        **values: Any,
+    ) -> Self:
+        """The row of a measurement at `shape` in the environment `at`; skipped, unless `values` say otherwise."""
+        known: dict[str, Any] = (
+            asdict(at) | asdict(shape) | {"dtype": shape.dtype_name, "status": "skipped", "time": now()}
+        )
+        return cls(implementation=implementation, pass_=pass_, variant=variant, **known | values)
 
 
-def _to_key(field: str) -> str:
-    return field.rstrip("_")
-
-
-def _to_field(key: str) -> str:
-    return "pass_" if key == "pass" else key  # `pass` is a reserved word in Python
-
-
-def _fits(value: object, allowed: Any) -> bool:
-    """Whether a value of JSON is what a field's annotation says: True is no int, but 2 is a float."""
-    if get_origin(allowed) is Literal:
-        return value in get_args(allowed)
-    if isinstance(allowed, UnionType):
-        return any(_fits(value, each) for each in get_args(allowed))
-    return type(value) is allowed or (allowed is float and type(value) is int)
-
-
-def _describe(allowed: Any) -> str:
-    if allowed is NoneType:
-        return "null"
-    return ", ".join(map(_describe, get_args(allowed))) or getattr(allowed, "__name__", str(allowed))
+def _described(error: Any) -> str:
+    """What is wrong with a row, in one line: which key, what it is, what is allowed."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"key {key!r} is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"key {key!r} is unknown"
+    allowed = error["msg"].removeprefix("Value error, ")
+    return f"{key} is {error['input']!r}; {allowed}" if key else allowed
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-class RowFile(Generic[AnyRecord]):
-    """The JSONL file of one sweep, one row per key; whatever moment the process dies at, it can be opened again.
+@contextmanager
+def measuring_into(path: Path) -> Generator[None]:
+    """Hold the lock of the folder of `path` in the block: two that measure at once would spoil each other's times.
 
-    Opening mends a half-written last line, and keeps the last row where a key occurs twice. `fresh` starts with an
-    empty file. `kind` is the class of the rows. Two processes may write to one file: each adds its rows to what is
-    there by then.
+    Blocks in one process may hold it one inside of another. It ends with the process, however that ends. Where the
+    file system refuses a lock, there is one warning, and the block goes on without.
+
+    Raises:
+        BusyError: another process holds it.
+    """
+    folder = path.parent.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / ".measuring.lock"
+    lock = FileLock(file, blocking=False, thread_local=False, is_singleton=True, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        again = "wait until it ends, or write into another folder"
+        raise BusyError(f"another run is measuring into {folder}; {again}") from error
+    except (OSError, NotImplementedError) as error:
+        warnings.warn(f"{file} cannot be locked ({error}); let no other run measure into that folder", stacklevel=3)
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class RowFile(Generic[AnyRecord]):
+    """The JSONL file of one sweep; whatever moment the process dies at, it can be opened again.
+
+    Rows are added at its end, and the last row of a key counts. Opening leaves one row per key, and mends a
+    half-written last line. `fresh` starts with an empty file. `kind` is the class of the rows. One process at a time
+    writes to it, see `opened`.
 
     Raises:
         RecordError: any other line that is no row, also where it was to start afresh; the file stays as it is.
+        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path, fresh: bool = False, kind: type[AnyRecord] = Row) -> None:  # ty: ignore[invalid-parameter-default]
         self.path, self.kind = path, kind
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
-        with self._lock:
-            before = path.read_bytes() if path.exists() else b""
-            self.rows = _by_key(_parse(path, before, kind))
-            if fresh:
-                self.rows = {}
-            if before != self._content():
-                self._rewrite()
+        before = path.read_bytes() if path.exists() else b""
+        rows = _by_key(_parse(path, before, kind))
+        self.rows: dict[Hashable, AnyRecord] = {} if fresh else rows
+        self.n_lines = before.count(b"\n")
+        if before and (fresh or not before.endswith(b"\n")):
+            self.rewrite()
+        self.compact()
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path, fresh: bool = False, kind: type[AnyRecord] = Row) -> Generator[Self]:  # ty: ignore[invalid-parameter-default]
+        """The file for one run, which holds the folder's lock in the block and leaves one row per key.
+
+        Raises:
+            BusyError: another process measures into the same folder.
+            RecordError, OSError: as the class.
+        """
+        with measuring_into(path):
+            file = cls(path, fresh, kind)
+            yield file
+            file.compact()
+
+    def compact(self) -> None:
+        """Leave one line per key."""
+        if self.n_lines > len(self.rows):
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Write all rows anew."""
+        replace_content(self.path, b"".join(row.to_json().encode() + b"\n" for row in self.rows.values()))
+        self.n_lines = len(self.rows)
 
     def put(self, row: AnyRecord) -> None:
-        """Add the row, or let it replace the one with the same key; on disk when this returns."""
-        with self._lock:
-            self._put(row)
+        """Add the row, or let it replace the one with the same key; on disk when this returns.
 
-    def _put(self, row: AnyRecord) -> None:
-        if row.key in self.rows:
-            on_disk = _parse(self.path, self.path.read_bytes(), self.kind) if self.path.exists() else ()
-            self.rows = _by_key([*self.rows.values(), *on_disk, row])  # another process may have added rows
-            self._rewrite()
-            return
+        Raises:
+            OSError: it cannot be written; the rows before it are safe.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(row.to_json().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            safe = f"the {len(self.rows)} rows before are safe in it"
+            raise OSError(f"{self.path} cannot be written: {error.strerror}; {safe}") from error
+        self.n_lines += 1
+        self.rows.pop(row.key, None)
         self.rows[row.key] = row
-        with self.path.open("ab") as file:
-            file.write(row.to_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _content(self) -> bytes:
-        return b"".join(row.to_json().encode() + b"\n" for row in self.rows.values())
-
-    def _rewrite(self) -> None:
-        replace_content(self.path, self._content())
 
 
 def replace_content(path: Path, content: bytes) -> None:
@@ -254,8 +311,11 @@ def replace_content(path: Path, content: bytes) -> None:
     try:
         beside.write_bytes(content)
         beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, the file stays as it is", str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def read_rows(path: Path, kind: type[AnyRecord] = Row) -> list[AnyRecord]:  # ty: ignore[invalid-parameter-default]
@@ -296,28 +356,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not strict JSON")
 
 
-def _commit() -> tuple[str | None, bool | None]:
-    """Commit and whether files differ from it, or GIT_COMMIT and None where the project is no git checkout."""
-    root = Path(__file__).resolve().parents[2]
-    git = ("git", "-C", str(root))
-    # Installed into a virtual environment, the package may lie inside another project's checkout.
-    if _output(*git, "rev-parse", "--show-prefix") == "" and (commit := _output(*git, "rev-parse", "HEAD")):
-        # Results land in runs/ while a sweep is under way: they do not make the code another one.
-        return commit, bool(_output(*git, "status", "--porcelain", "--", ".", ":!runs"))
-    return os.environ.get("GIT_COMMIT"), None
-
-
 def _driver() -> str | None:
     """The driver's version: one driver serves all GPUs of a machine, and each of them has a line of the output."""
-    versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0] if versions else None
 
 
@@ -333,11 +378,4 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
         return None

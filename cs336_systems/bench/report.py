@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from cs336_systems.bench.record import AnyRecord, Record, Row
+from cs336_systems.bench.record import AnyRecord, Environment, Record, Row, replace_content
+from cs336_systems.bench.source import SOURCE_METHOD, present_source
 from cs336_systems.bench.workload import PASSES
 
 ESCAPED_PIPE = r"\|"
@@ -77,8 +78,12 @@ def say(console: Console, line: str) -> None:
 
 
 def write_tables(path: Path, tables: Iterable[Table]) -> None:
-    """The tables one under another in a Markdown file."""
-    path.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
+    """The tables one under another in a Markdown file.
+
+    Raises:
+        OSError: it cannot be written; the file stays as it is.
+    """
+    replace_content(path, "\n".join(table.to_markdown() for table in tables).encode())
 
 
 def comparison(
@@ -121,7 +126,7 @@ def comparison(
 
 def _notes(rows: Sequence[Row], varying: Collection[str], method: Sequence[str], what: str = "lines") -> list[str]:
     notes = [_constants(rows, varying), passes(rows), *method, spread(rows), _apart(rows, what)]
-    return [note for note in (*notes, *messages(rows, _place), *environments(rows)) if note]
+    return [note for note in (*notes, *messages(rows, _place), *environments(rows), *code_notes(rows)) if note]
 
 
 def comparisons(
@@ -374,10 +379,15 @@ def messages(rows: Sequence[AnyRecord], where: Callable[[AnyRecord], str]) -> li
     places: dict[str, list[str]] = {}
     for row in rows:
         if row.message:
-            places.setdefault(f"{row.implementation}, {row.status}: {row.message}", []).append(where(row))
+            places.setdefault(f"{row.implementation}, {row.status}: {short_message(row)}", []).append(where(row))
     return [
         f"{text} ({found[0]}{f', and {len(found) - 1} more' if found[1:] else ''})" for text, found in places.items()
     ]
+
+
+def short_message(row: Record) -> str | None:
+    """A row's message without how much memory was free just then and who held it, which differs from row to row."""
+    return row.message.partition(" GPU ")[0] if row.message and row.status == "oom" else row.message
 
 
 def _place(row: Row) -> str:
@@ -386,13 +396,29 @@ def _place(row: Row) -> str:
 
 def environments(rows: Sequence[Record]) -> list[str]:
     """One line for each environment in which rows were measured: a sweep that went on later may have had several."""
-    lines = (
+    lines = dict.fromkeys(
         f"Measured on {row.gpu}, driver {row.driver or 'none'}, torch {row.torch}, triton {row.triton or 'none'}, "
-        f"commit {row.commit or 'unknown'}{' with local changes' if row.dirty else ''}, float32 matmul precision "
-        f"{_PRECISIONS.get(row.float32_precision, row.float32_precision)}."
+        f"{code_of(row)}, float32 matmul precision {_PRECISIONS.get(row.float32_precision, row.float32_precision)}."
         for row in rows
     )
-    return list(dict.fromkeys(lines))
+    return list(lines)
+
+
+def code_of(row: Environment) -> str:
+    """The commit and the source of a row, ten digits each."""
+    source = f", source {row.source[:10]}" if row.source else ""
+    return f"commit {(row.commit or 'unknown')[:10]}{' with local changes' if row.dirty else ''}{source}"
+
+
+def code_notes(rows: Sequence[Record]) -> list[str]:
+    """How a source is computed, and that the code has changed since rows were measured, where it has.
+
+    Rows without a source are older than the code that gives them one.
+    """
+    older = sum(row.source != present_source() for row in rows)
+    which = "these rows were" if older == len(rows) else f"{older} of {len(rows)} rows were"
+    changed = f"The code has changed since {which} measured." if older else ""
+    return [note for note in (SOURCE_METHOD if any(row.source for row in rows) else "", changed) if note]
 
 
 def _markdown_line(cells: Iterable[str]) -> str:

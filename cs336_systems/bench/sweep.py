@@ -25,14 +25,17 @@ from cs336_systems.bench.measure import (
     release_memory,
     time_pass,
 )
-from cs336_systems.bench.record import AnyRecord, Environment, Key, Record, Row, RowFile, Status, now
+from cs336_systems.bench.record import AnyRecord, Environment, Record, Row, RowFile, Status
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction, Implementation, first_line
 
 # The others are tried again: what was an error may be mended, and what was unsupported or skipped costs nothing to ask.
+# An oom row is tried again where more memory is free, see `fill`.
 FINAL_STATUSES: frozenset[Status] = frozenset({"ok", "oom"})
 OUT_OF_MEMORY_TEXTS = ("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
-LONGEST_MESSAGE = 300
+LONGEST_MESSAGE = 500
+MORE_FREE_MIB = 256  # above what this process itself may take meanwhile, for kernels that are loaded
+MOST_NAMED = 8  # rows in one line of the console
 
 
 class DeviceLostError(RuntimeError):
@@ -107,20 +110,20 @@ class Sweep:
         """`run_all` of this one."""
         return run_all([self], path, fresh, console)
 
-    def _key(self, case: Case, environment: Environment) -> Key:
-        return Key.of(case.implementation.name, case.pass_, case.shape, environment, self.variant)
-
     def _row(self, case: Case, environment: Environment, measured: Measured) -> Row:
         saved = case.implementation.saved_bytes_per_score(case.shape.dtype)
-        return Row(
-            **self._key(case, environment)._asdict() | asdict(environment),
+        return Row.of(
+            case.implementation.name,
+            case.pass_,
+            case.shape,
+            environment,
+            self.variant,
             **asdict(measured.timing) | {"warmup": self.budget.warmup_passes()} if measured.timing else {},
             tflops=measured.tflops,
             memory_mib=measured.memory_mib,
             predicted_memory_mib=case.shape.bytes_before_backward(saved) / MIB,
             status=measured.status,
             message=measured.message,
-            time=now(),
         )
 
     def _measure(
@@ -186,14 +189,14 @@ def run_all(sweeps: Sequence[Sweep], path: Path, fresh: bool = False, console: C
 
     Raises:
         RecordError: `path` holds something else.
+        BusyError: another process measures into the same folder.
         DeviceLostError: the GPU failed for good; the row is recorded.
         SweepInterrupted: Ctrl-C.
     """
     device, budget = sweeps[0].device, sweeps[0].budget
     environment = Environment.capture(device)
-    file = RowFile(path, fresh)
     sweep_of = {case: sweep for sweep in sweeps for case in sweep.cases}
-    keys = {case: sweep._key(case, environment) for case, sweep in sweep_of.items()}
+    keys = {case: sweep._row(case, environment, Measured("skipped")).key for case, sweep in sweep_of.items()}
     checked: set[tuple[object, ...]] = set()
 
     def measure(cases: Sequence[Case]) -> list[Row]:
@@ -202,15 +205,17 @@ def run_all(sweeps: Sequence[Sweep], path: Path, fresh: bool = False, console: C
             found = sweep._measure(implementation, shape, [case.pass_ for case in cases], checked)
         return [sweep._row(case, environment, found[case.pass_]) for case in cases]
 
-    fill(
-        file,
-        keys,
-        lambda row: row.status in FINAL_STATUSES and budget.is_met_by(row.iterations),
-        lambda case: (case.implementation, case.shape, case.setting),
-        measure,
-        device,
-        console or Console(),
-    )
+    with RowFile.opened(path, fresh) as file:
+        fill(
+            file,
+            keys,
+            lambda row: row.status in FINAL_STATUSES and budget.is_met_by(row.iterations),
+            lambda case: (case.implementation, case.shape, case.setting),
+            measure,
+            device,
+            environment,
+            console or Console(),
+        )
     return [file.rows[key] for key in keys.values()]
 
 
@@ -234,9 +239,12 @@ def fill(
     group_of: Callable[[AnyCase], object],
     measure: Callable[[Sequence[AnyCase]], list[AnyRecord]],
     device: torch.device,
+    environment: Environment,
     console: Console,
 ) -> None:
     """Measure each case whose row in `file` is missing or not final, and put its row there.
+
+    A row that ran out of memory is measured again where more is free now than was then.
 
     Args:
         keys: the cases in the order in which they are measured, and the keys of their rows.
@@ -247,21 +255,30 @@ def fill(
         DeviceLostError: the GPU failed for good; the row is recorded.
         SweepInterrupted: Ctrl-C.
     """
-    todo = [case for case, key in keys.items() if (row := file.rows.get(key)) is None or not is_final(row)]
-    if len(todo) < len(keys):
-        kept = f"{file.path} holds {len(keys) - len(todo)} of {len(keys)} rows; --fresh measures them again."
-        console.print(kept, markup=False, highlight=False, soft_wrap=True)
-
     baseline = release_memory(device)
+    free_mib = free_memory_mib(device)
+    kept = {
+        case: row
+        for case, key in keys.items()
+        if (row := file.rows.get(key)) and is_final(row) and not _has_more(row, free_mib)
+    }
+    todo = [case for case in keys if case not in kept]
+    for line in kept_lines(file, kept, len(keys), environment):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     again = "start again without --fresh to go on"
     with counted_on_interrupt(file, keys.values(), again), _progress(console) as progress:
         task, start, done = progress.add_task("", total=len(todo)), time.monotonic(), 0
         for _, group in groupby(todo, key=group_of):
             cases = list(group)
             progress.update(task, description=str(cases[0]))
+            free_mib = free_memory_mib(device)
             rows = measure(cases)
             rows[-1], lost = _release(device, baseline, rows[-1])
-            for case, row in zip(cases, rows, strict=True):
+            if free_mib is not None and not lost:
+                free_mib = min(free_mib, free_memory_mib(device) or 0)  # another process may have taken it meanwhile
+            for case, measured in zip(cases, rows, strict=True):
+                row = replace(measured, free_mib=free_mib) if measured.status == "oom" else measured
                 file.put(row)
                 done += 1
                 left = (time.monotonic() - start) / done * (len(todo) - done)
@@ -270,6 +287,38 @@ def fill(
             progress.advance(task, len(cases))
             if lost:
                 raise DeviceLostError(f"the sweep ends at {cases[-1]}: {lost}; the rows are in {file.path}")
+
+
+def free_memory_mib(device: torch.device) -> float | None:
+    """MiB of the GPU's memory that nobody holds; None on a CPU, where no row is oom."""
+    return torch.cuda.mem_get_info(device)[0] / MIB if device.type == "cuda" else None
+
+
+def _has_more(row: Record, free_mib: float | None) -> bool:
+    """Whether the row ran out of memory, and more is free now."""
+    if row.status != "oom" or row.free_mib is None or free_mib is None:
+        return False
+    return free_mib > row.free_mib + MORE_FREE_MIB
+
+
+def kept_lines(
+    file: RowFile[AnyRecord], kept: Mapping[AnyCase, AnyRecord], wanted: int, environment: Environment
+) -> list[str]:
+    """What a run says of rows that it does not measure again, if there are any: how many, and how old they are."""
+    if not kept:
+        return []
+    versions = (environment.torch, environment.triton)
+    ages = {
+        "of other code": sum(row.source != environment.source for row in kept.values()),
+        "of another torch or triton": sum((row.torch, row.triton) != versions for row in kept.values()),
+    }
+    older = "".join(f", {count} {age}" for age, count in ages.items() if count)
+    lines = [f"{file.path} holds {len(kept)} of {wanted} rows{older}; --fresh measures them again."]
+    if full := [str(case) for case, row in kept.items() if row.status == "oom"]:
+        more = f"; and {len(full) - MOST_NAMED} more" if len(full) > MOST_NAMED else ""
+        named = f"{'; '.join(full[:MOST_NAMED])}{more}"
+        lines.append(f"Kept as out of memory, since no more memory is known to be free now: {named}.")
+    return lines
 
 
 def _release(device: torch.device, baseline: int, last: AnyRecord) -> tuple[AnyRecord, str | None]:
@@ -298,7 +347,8 @@ def classify(error: BaseException) -> tuple[Status, str]:
     """Status and message of a row that failed.
 
     Out of memory is torch.OutOfMemoryError, or a RuntimeError with CUDA's or Triton's own text, and nothing else. A
-    kernel that wants more shared memory than the GPU has (Triton's OutOfResources) is unsupported there.
+    kernel that wants more shared memory than the GPU has (Triton's OutOfResources) is unsupported there. The message of
+    PyTorch's says how much was free and who held the rest.
     """
     text = str(error)
     status: Status = "error"
@@ -309,7 +359,7 @@ def classify(error: BaseException) -> tuple[Status, str]:
         isinstance(error, RuntimeError) and any(known in text for known in OUT_OF_MEMORY_TEXTS)
     ):
         status = "oom"
-        said = said.partition(" GPU ")[0]  # what comes then, how much is free just now, differs from row to row
+        said = said.partition(" Of the allocated memory")[0]  # then come the allocator's own figures and advice
     return status, f"{type(error).__name__}: {said[:LONGEST_MESSAGE]}"
 
 

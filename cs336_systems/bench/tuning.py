@@ -5,19 +5,27 @@ What a variant is does not matter here: a `Trial` brings its own check, run and 
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import pydantic.dataclasses
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from cs336_systems.bench.measure import Budget, Timing, release_memory, time_call
-from cs336_systems.bench.record import Environment, Key, Row, RowFile, Status, now
-from cs336_systems.bench.report import Table, environments, passes, say, spread, time_cell
-from cs336_systems.bench.sweep import DeviceLostError, Measured, classify, counted_on_interrupt, lost_for_good
+from cs336_systems.bench.record import Environment, Row, RowFile, Status
+from cs336_systems.bench.report import Table, code_notes, environments, passes, say, short_message, spread, time_cell
+from cs336_systems.bench.sweep import (
+    DeviceLostError,
+    Measured,
+    classify,
+    counted_on_interrupt,
+    kept_lines,
+    lost_for_good,
+)
 from cs336_systems.bench.workload import AttentionShape, Pass
 
 KIB = 1024
@@ -44,11 +52,9 @@ class Resources:
         return cls(row.registers, row.spills, row.shared_memory)
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialRow(Row):
     """One variant of a kernel with its `Resources`; `rounds` says in how many it was timed, in turns with others."""
-
-    OPTIONAL = Row.OPTIONAL | {"rounds"}
 
     registers: int | None = None
     spills: int | None = None
@@ -100,13 +106,15 @@ class Search:
 
         Raises:
             RecordError: `path` holds something else.
+            BusyError: another process measures into the same folder.
             DeviceLostError: the GPU failed for good; the row is recorded.
             SweepInterrupted: Ctrl-C.
         """
-        run = _Run(self, RowFile(path, fresh, TrialRow), Environment.capture(self.device), console)
         again = f"start again{' without --fresh' if fresh else ''} to go on"
-        with counted_on_interrupt(run.file, [run.key(trial) for trial in self.trials], again):
-            run.measure_missing()
+        with RowFile.opened(path, fresh, TrialRow) as file:
+            run = _Run(self, file, Environment.capture(self.device), console)
+            with counted_on_interrupt(run.file, [run.key(trial) for trial in self.trials], again):
+                run.measure_missing()
         return [row for trial in self.trials if (row := run.row(trial))]
 
 
@@ -120,10 +128,10 @@ class _Run:
     def measure_missing(self) -> None:
         """Measure each trial whose row is missing or not final, and then the finalists again."""
         trials = self.search.trials
-        todo = [trial for trial in trials if (row := self.row(trial)) is None or row.status not in FINAL_STATUSES]
-        if len(todo) < len(trials):
-            kept = len(trials) - len(todo)
-            self.say(f"{self.file.path} holds {kept} of {len(trials)} rows; --fresh measures them again.")
+        kept = {trial: row for trial in trials if (row := self.row(trial)) and row.status in FINAL_STATUSES}
+        for line in kept_lines(self.file, kept, len(trials), self.environment):
+            self.say(line)
+        todo = [trial for trial in trials if trial not in kept]
         todo = self.prepared(todo)
         # What failed in an earlier run goes last: if it takes the GPU down again, all others are on record by then.
         todo.sort(key=lambda trial: self.row(trial) is not None)
@@ -219,22 +227,25 @@ class _Run:
             measured = Measured("error", measured.message).noting(lost)
         timing = measured.timing
         self.file.put(
-            TrialRow(
-                **self.key(trial)._asdict() | asdict(self.environment),
+            TrialRow.of(
+                trial.kernel,
+                trial.pass_,
+                self.search.shape,
+                self.environment,
+                trial.variant,
                 **asdict(timing) | {"warmup": self.search.budget.warmup_passes()} if timing else {},
                 **asdict(resources),
                 rounds=rounds,
                 tflops=measured.tflops,
                 status=measured.status,
                 message=measured.message,
-                time=now(),
             )
         )
         if lost:
             raise DeviceLostError(f"the search ends at {trial}: {lost}; the rows are in {self.file.path}")
 
-    def key(self, trial: Trial) -> Key:
-        return Key.of(trial.kernel, trial.pass_, self.search.shape, self.environment, trial.variant)
+    def key(self, trial: Trial) -> Hashable:
+        return Row.of(trial.kernel, trial.pass_, self.search.shape, self.environment, trial.variant).key
 
     def row(self, trial: Trial) -> TrialRow | None:
         return self.file.rows.get(self.key(trial))
@@ -274,8 +285,9 @@ def ranking(
         *method,
         passes(rows),
         spread(rows),
-        *(f"{row.variant}, {row.status}: {row.message}" for row in untimed),
+        *(f"{row.variant}, {row.status}: {short_message(row)}" for row in untimed),
         *environments(rows),
+        *code_notes(rows),
     ]
     return Table(title, headers, lines, [note for note in notes if note])
 

@@ -22,7 +22,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from cs336_systems.bench.ceiling import CEILING
 from cs336_systems.bench.model import ModelRow
 from cs336_systems.bench.record import Record, Row, read_rows
-from cs336_systems.bench.report import STEADY, comparison, environments, is_steady, ladders, passes, status_cell
+from cs336_systems.bench.report import (
+    STEADY,
+    code_notes,
+    comparison,
+    environments,
+    is_steady,
+    ladders,
+    passes,
+    status_cell,
+)
 from cs336_systems.bench.tuning import TrialRow, ranked
 from cs336_systems.bench.workload import DTYPES, MIB, PASSES, WORKING_SCORE_MATRICES, AttentionShape
 
@@ -81,7 +90,11 @@ class Rows:
         Raises:
             ValueError: there is none, or the rows have no such field.
         """
-        return self.one(path, **row.key._replace(**changes)._asdict())
+        if unknown := changes.keys() - set(row.KEY):
+            raise ValueError(
+                f"{path} has no rows that differ in {', '.join(unknown)}; allowed are {', '.join(row.KEY)}"
+            )
+        return self.one(path, **{name: getattr(row, name) for name in row.KEY} | changes)
 
     def pairs(self, path: str, changes: dict[str, object], **where: object) -> list[Pair]:
         """Each row with these values, and the one beside it that has `changes`."""
@@ -347,6 +360,7 @@ NAMES: dict[str, Any] = {
     "STEADY": STEADY,
     "WORKING_SCORE_MATRICES": WORKING_SCORE_MATRICES,
     "Pair": Pair,
+    "code_notes": code_notes,
     "environments": environments,
     "exponent": exponent,
     "gains_from": gains_from,
