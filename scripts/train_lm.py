@@ -34,6 +34,7 @@ from cs336_systems.bench.entry import device_named, overridden, run_script
 from cs336_systems.bench.record import Environment, replace_content
 from cs336_systems.bench.report import say
 from cs336_systems.bench.workload import require_at_least
+from cs336_systems.inputs import float32_matmul_precision
 
 VALIDATION_BATCHES = 4
 PROMPT = "Return the "
@@ -180,7 +181,7 @@ def start(config: Config, shape: Shape, text: str, device: torch.device) -> Run:
     model = make_model(config, shape, str(config.attention)).to(device)
     named = ("attention", "learning_rate", "max_gradient_norm", "seed", "amp", "compile")
     settings = asdict(shape) | {name: getattr(config, name) for name in named}
-    settings |= {"text": sha256(text.encode()).hexdigest()[:16], "precision": torch.get_float32_matmul_precision()}
+    settings |= {"text": sha256(text.encode()).hexdigest()[:16], "precision": float32_matmul_precision(device.type)}
     return Run(settings, model, AdamW(model.parameters(), lr=config.learning_rate), 0, [])
 
 

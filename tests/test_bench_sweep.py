@@ -254,11 +254,11 @@ def test_killed_and_started_again(tmp_path):
     assert [json.loads(line)["n_queries"] for line in path.read_text(encoding="utf-8").splitlines()] == [8, 16, 32, 64]
 
 
-def test_another_gpu_or_precision_is_measured_anew(tmp_path, monkeypatch):
+def test_another_gpu_or_precision_is_measured_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     _resume(path)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert _resume(path)[0] == [8, 16, 32, 64]
+    with float32_precision("high"):
+        assert _resume(path)[0] == [8, 16, 32, 64]
     assert len(read_rows(path)) == 8
 
 

@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock
 
 from cs336_systems.bench.workload import AttentionShape, Pass
+from cs336_systems.inputs import float32_matmul_precision
 
 Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
 ROW_BEGINS = b'{"implementation": '  # also one that a process died in the middle of
@@ -50,7 +51,7 @@ class Environment:
             triton=_version("triton"),
             commit=commit,
             dirty=dirty,
-            float32_precision=torch.get_float32_matmul_precision(),
+            float32_precision=float32_matmul_precision(device.type),
         )
 
 
