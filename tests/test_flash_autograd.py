@@ -6,6 +6,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -59,7 +60,8 @@ def test_only_wanted_gradients(flash, wanted):
     o.backward(inputs.dO)
     for name, x in zip("qkv", (q, k, v), strict=True):
         assert (x.grad is not None) == (name in wanted), name
-    assert_within_budget(Result(o.detach(), None, q.grad, k.grad, v.grad), inputs, True)
+    interpreted = flash == "triton" and INTERPRETED
+    assert_within_budget(Result(o.detach(), None, q.grad, k.grad, v.grad, interpreted), inputs, True)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
@@ -518,7 +520,8 @@ def test_compiled_with_changing_lengths():
     compiled = torch.compile(flash_function("triton"), fullgraph=True, backend=BACKEND)
     for n in (40, 50, 70):
         inputs = Case((2,), n, n, 16).draw(torch.float32, DEVICE)
-        assert_within_budget(run_attention(compiled, inputs, True), inputs, True)
+        result = replace(run_attention(compiled, inputs, True), interpreted=INTERPRETED)
+        assert_within_budget(result, inputs, True)
 
 
 @needs_gpu

@@ -14,7 +14,9 @@ from .reference import (
     Result,
     assert_within_budget,
     dense_attention,
+    error_budgets,
     largest_error,
+    one_by_one,
     run_attention,
 )
 
@@ -124,3 +126,36 @@ def test_wrong_shape_is_an_error():
     """A result that would only broadcast against the reference is refused."""
     with pytest.raises(AssertionError, match="shape"):
         largest_error(torch.zeros(1, 4), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_one_by_one_is_the_worst_sum(d):
+    """After a first term of 1 the others, just below half of its last place, are all rounded away: gamma is reached."""
+    q, k = torch.full((1, d), 0.99 * 2.0**-24), torch.ones(1, d)
+    q[:, 0] = 1
+    error = largest_error(one_by_one(q, k.mT), q.double() @ k.double().mT)
+    gamma = d * 2.0**-24 / (1 - d * 2.0**-24)
+    assert 0.9 * gamma < error <= gamma * (q.double() @ k.double().mT).item()
+
+
+@pytest.mark.parametrize("n_keys", [1, 50])
+@both_causal
+def test_interpreter_budget_accepts_products_in_another_order(is_causal, n_keys):
+    """Attention in float32 whose products are added up one by one, from the last term to the first."""
+
+    def backwards(a, b):
+        return one_by_one(a.flip(-1), b.flip(-2))
+
+    for drawn in range(8):
+        inputs = Case((2,), 40, n_keys, 64).draw(torch.float32, CPU, seed=drawn, uniform=True)
+        result = dense_attention(inputs, is_causal, torch.float32, True, backwards)
+        assert_within_budget(replace(result, interpreted=True), inputs, is_causal)
+
+
+def test_interpreter_budget_is_for_the_interpreter_in_float32_alone():
+    inputs, budgets = Case((2,), 40, 50, 64).draw(torch.float32, CPU, uniform=True), {}
+    for dtype in (torch.float32, torch.float16):
+        usual, interpreted = (error_budgets(inputs.to(dtype), True, dtype, each) for each in (False, True))
+        budgets[dtype] = [interpreted[name] / usual[name] for name in TENSORS]
+    assert budgets[torch.float16] == [1] * 5
+    assert max(budgets[torch.float32]) > 1 and max(budgets[torch.float32]) < 20, "TF32's error is 2^13 times float32's"
