@@ -212,9 +212,7 @@ def dense_errors(
     return {name: max(largest_error(getattr(form, name), getattr(exact, name)) for form in forms) for name in TENSORS}
 
 
-def error_budgets(
-    inputs: Inputs, is_causal: bool, dtype: torch.dtype, interpreted: bool = False
-) -> dict[str, float]:
+def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype, interpreted: bool = False) -> dict[str, float]:
     """The largest error against float64 that is allowed each tensor: 2x the worst that dense attention makes on these
     inputs and their neighbours, and one rounding.
 
