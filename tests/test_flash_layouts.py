@@ -155,9 +155,6 @@ def test_empty_tensors(flash, is_causal, case):
     assert_within_budget(result, inputs, is_causal)
 
 
-FAR_APART = 2**29  # elements; four such steps pass 2^31
-
-
 def untouched_memory(n: int, dtype: torch.dtype) -> torch.Tensor:
     """A buffer of n elements on the device. On a CPU it takes no memory but for the pages that are touched."""
     if NATIVE:
@@ -181,7 +178,7 @@ def far_apart(inputs: Inputs, dim: int, step: int) -> Inputs:
     and what is there is not theirs, but no crash.
     """
     before = 0 if NATIVE else 2**31
-    buffer = untouched_memory(before + step * 4 + inputs.q[0].numel() * 4, inputs.q.dtype)
+    buffer = untouched_memory(before + step * (inputs.q.shape[dim] - 1) + inputs.q[0].numel() * 4, inputs.q.dtype)
     views = []
     for position, x in enumerate(inputs):
         strides = [4 * stride for stride in x.stride()]  # four tensors share each row
@@ -192,28 +189,34 @@ def far_apart(inputs: Inputs, dim: int, step: int) -> Inputs:
 
 
 far_apart_along = pytest.mark.parametrize(
-    ("case", "dim"),
-    [(Case((5, 2), 40, 40, 16), 0), (Case((5,), 40, 40, 16), 0), (Case((1,), 5, 5, 16), 1)],
-    ids=["batch", "heads", "rows"],
+    ("case", "dim", "step"),  # in elements; so many steps pass 2^31
+    [
+        (Case((5, 2), 40, 40, 16), 0, 2**29),
+        (Case((5,), 40, 40, 16), 0, 2**29),
+        (Case((1,), 5, 5, 16), 1, 2**29),
+        (Case((1,), 70, 70, 16), 1, 2**25),
+    ],
+    ids=["batch", "heads", "rows", "tiles"],
 )
 
 
-@pytest.mark.parametrize("step", [FAR_APART + 64, FAR_APART + 65], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("off", [64, 65], ids=["aligned", "unaligned"])
 @far_apart_along
 @both_flash
-def test_offsets_past_32_bits(flash, case, dim, step):
-    """Five heads or rows over 4 GiB: an offset computed in 32 bits would wrap. Aligned ones go by descriptor."""
+def test_offsets_past_32_bits(flash, case, dim, step, off):
+    """Over more than 4 GiB an offset computed in 32 bits would wrap. Aligned steps go by descriptor."""
     compact = case.draw(torch.float16, DEVICE)
-    assert_within_budget(run_attention(flash_function(flash), far_apart(compact, dim, step), True), compact, True)
+    apart = far_apart(compact, dim, step + off)
+    assert_within_budget(run_attention(flash_function(flash), apart, True), compact, True)
 
 
 @far_apart_along
 @needs_triton
-def test_offsets_of_outputs_past_32_bits(case, dim):
-    """The kernels write where the strides of an output say; those of the Function's outputs would need as many elements."""
+def test_offsets_of_outputs_past_32_bits(case, dim, step):
+    """Kernels write where an output's strides say. Those of the Function's own outputs leave no gaps, so here are others."""
     q, k, v, dO = compact = case.draw(torch.float16, DEVICE)
     expected = run_attention(lambda *inputs: flash_function("triton")(*inputs, False), compact, True)
-    o, dq, dk, dv = far_apart(Inputs(*map(torch.zeros_like, compact)), dim, FAR_APART + 65)
+    o, dq, dk, dv = far_apart(Inputs(*map(torch.zeros_like, compact)), dim, step + 65)
     L, L_base, delta = (torch.empty(q.shape[:-1], dtype=torch.float32, device=DEVICE) for _ in range(3))
     for kernel, inputs, outputs in (
         (launch._FORWARD, (q, k, v), (o, L)),
