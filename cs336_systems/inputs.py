@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -86,7 +87,10 @@ def described(x: object) -> str:
     """One line that says what an argument is: a tensor by its shape and dtype, never by its values."""
     if isinstance(x, Tensor):
         return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
-    return repr(x) if x is None or isinstance(x, (bool, int, float, str)) else f"an object of type {type(x).__name__}"
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    of, name = type(x).__module__, type(x).__qualname__
+    return f"a {name}" if of == "builtins" else f"a {of}.{name}"
 
 
 def refuse_jit_tracing() -> None:
@@ -109,7 +113,8 @@ def float32_matmul_precision(device_type: str) -> str:
     `torch.set_float32_matmul_precision` or `allow_tf32`. `torch.get_float32_matmul_precision()` raises where the newer
     names were used, and may be out of date (torch 2.11).
     """
-    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    backends: Any = torch.backends  # whose settings no type checker sees
+    backend = backends.cuda if device_type == "cuda" else backends.mkldnn
     return PRECISION_NAMES[backend.matmul.fp32_precision]
 
 

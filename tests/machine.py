@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems import launch, launch_hopper
+from cs336_systems import dense_backward, launch, launch_hopper
 from cs336_systems.kernels.tiles import Gpu
 
 from .adapters import get_flashattention_autograd_function_pytorch, get_flashattention_autograd_function_triton
@@ -52,6 +52,17 @@ def compile_missing_reason() -> str | None:
     if not NATIVE and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         return "torch.compile needs a C++ compiler on a CPU"
     return None
+
+
+def without_inductor_on_cpu(monkeypatch) -> None:
+    """Lets the dense backward be traced alone on a CPU, where inductor takes up to a minute; a GPU takes the whole way.
+
+    `test_agreement` has inductor compile it on a CPU too.
+    """
+    torch.compiler.reset()
+    if not NATIVE:
+        traced = torch.compile(dense_backward.dense_backward, fullgraph=True, backend="aot_eager")
+        monkeypatch.setattr(dense_backward, "compiled_dense_backward", traced)
 
 
 def skip_if(reason: str | None) -> None:

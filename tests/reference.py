@@ -79,8 +79,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def one_by_one(a: Float[Tensor, "... n m"], b: Float[Tensor, "... m d"]) -> Float[Tensor, "... n d"]:
     """a @ b with the m terms of each sum added up one after another.
 
-    Each addition errs by at most u = eps / 2 of the partial sum that it makes, so a whole sum by at most u times the sum
-    of its partial sums' sizes; that is up to gamma_m |a|·|b| with gamma_m = m u / (1 - m u) (Higham 2002, section 3.1).
+    Each addition errs by at most u = eps / 2 of the partial sum that it makes, so a whole sum by at most u times its
+    partial sums' sizes, all added; that is up to gamma_m |a|·|b|, gamma_m = m u / (1 - m u) (Higham 2002, section 3.1).
     Added up one by one, a term is in up to m partial sums, more than in any other order: a library that adds in blocks,
     whichever its CPU asks for, errs less.
     """
@@ -219,9 +219,9 @@ def error_budgets(inputs: Inputs, is_causal: bool, dtype: torch.dtype, interpret
     The rounding is the result's, eps(dtype) of the largest exact entry, for L float32's; or, where that is more, the
     accumulators', float32's or float64's eps of the largest entry before its terms cancel.
 
-    The matrix products of Triton's interpreter are those of NumPy's library, which adds up in an order of its own on each
-    kind of CPU, and may err more than PyTorch's. For what it computes in float32, dense attention with products
-    `one_by_one` counts too; their bound by gamma, 30 to 120 times today's errors at d = 64, would let TF32 pass.
+    The matrix products of Triton's interpreter are those of NumPy's library, which adds up in an order of its own on
+    each kind of CPU, and may err more than PyTorch's. For what it computes in float32, dense attention with products
+    `one_by_one` counts too. (Their bound by gamma is 30 to 120 times today's errors at d = 64: TF32 would pass.)
     """
     exact, uncancelled = dense_attention(inputs, is_causal), uncancelled_magnitudes(inputs, is_causal)
     products = [torch.matmul, one_by_one] if interpreted and dtype == torch.float32 else [torch.matmul]

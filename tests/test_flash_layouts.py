@@ -213,7 +213,7 @@ def test_offsets_past_32_bits(flash, case, dim, step, off):
 @far_apart_along
 @needs_triton
 def test_offsets_of_outputs_past_32_bits(case, dim, step):
-    """Kernels write where an output's strides say. Those of the Function's own outputs leave no gaps, so here are others."""
+    """Kernels write where an output's strides say. Those of the Function's own outputs leave no gaps."""
     q, k, v, dO = compact = case.draw(torch.float16, DEVICE)
     expected = run_attention(lambda *inputs: flash_function("triton")(*inputs, False), compact, True)
     o, dq, dk, dv = far_apart(Inputs(*map(torch.zeros_like, compact)), dim, step + 65)

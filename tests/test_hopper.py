@@ -264,12 +264,6 @@ def test_copies_have_launches_of_their_own(monkeypatch):
     assert launched and all(prepared == given for prepared, given in launched)
 
 
-def test_hopper_is_true_or_false():
-    q = torch.zeros(2, 4, 64)
-    with pytest.raises(TypeError, match="hopper must be True or False, got 'yes'"):
-        FlashAttention2Triton.apply(q, q, q, True, "yes")
-
-
 # On a Hopper GPU
 
 RAGGED = [
