@@ -520,7 +520,7 @@ def test_one_key_of_many_queries_in_float32(flash, d, alike):
     """dk is zero, and what is computed the roundings of dP and delta, summed over all queries: in the worst case, one
     dO and q of one sign, as many roundings the same way.
     """
-    for drawn in range(8):
+    for drawn in range(2 if flash == "triton" and INTERPRETED else 8):
         inputs = Case((3,), 482, 1, d).draw(torch.float32, DEVICE, seed=drawn, uniform=alike)
         if alike:
             inputs = inputs._replace(dO=inputs.dO[:, :1].expand_as(inputs.dO))
