@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import tyro
 
 from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench.measure import float32_precision
 
 from .machine import compile_missing_reason, needs_gpu, skip_if
 
@@ -41,6 +43,14 @@ def train(script, monkeypatch):
         return json.loads((folder / f"{config.attention}.json").read_text(encoding="utf-8"))["losses"]
 
     return run
+
+
+def test_precision_set_by_its_newer_name(train, tmp_path):
+    """torch.get_float32_matmul_precision() raises then."""
+    backends: Any = torch.backends  # whose settings no type checker sees
+    with float32_precision("highest"):
+        backends.mkldnn.matmul.fp32_precision = "tf32"
+        assert train(tmp_path, "--attention", "naive")
 
 
 def test_text_is_real():
