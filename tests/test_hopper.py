@@ -151,11 +151,19 @@ def test_parts_add_up(dtype):
     L[4:6] = torch.tensor([1.2e9, -1.2e9])
     L[6:8] = torch.tensor([3e9, -3e9])  # more than float16's parts can say
     o, dO = torch.randn(2, n, d, device=device).to(dtype)
+    usual_L, usual_o, lost_L, lost_delta = L.clone(), o.clone(), [9, 10], [10, 11, 12, 13]
+    L[lost_L] = math.nan
+    o[lost_delta, 5] = torch.tensor([math.nan, math.nan, math.inf, -math.inf], device=device, dtype=dtype)
     parts, dq_sum = launch_hopper.preprocess(o, dO, L, launch.launches_for(False, tile, o, dO, L))
     counting = [1.0] * 3 if dtype == torch.bfloat16 else [2.0**15] * 6 + [2.0**4, 2.0**-6]
     weights = torch.tensor(counting + [0.0] * (16 - len(counting)), dtype=torch.float64, device=device)
     parts = parts.double().view(-1, 2, tile.q_tile_size, 16).transpose(0, 1).flatten(1, 2)
     got_L, got_delta = parts @ weights
+    for got, lost in ((got_L, lost_L), (got_delta, lost_delta)):
+        assert (~got.isfinite()).nonzero().flatten().tolist() == lost, "what is not finite stays so, and no other"
+    L, o = usual_L, usual_o
+    L[lost_L] = o[lost_delta] = 0  # and the rest is as without it
+    got_L[lost_L] = got_delta[lost_delta] = 0
     expected = -L.double() * d**0.5
     small = expected.abs() < 2**24
     assert ((got_L[:n] - expected)[small].abs() <= 2.0**-23 * expected[small].abs() + 2.0**-30).all()
