@@ -109,8 +109,8 @@ PRECISION_NAMES = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16":
 def float32_matmul_precision(device_type: str) -> str:
     """How PyTorch multiplies float32 matrices on a device: "highest", "high" (TF32) or "medium" (bfloat16, CPU only).
 
-    It reads `torch.backends.*.matmul.fp32_precision`, which holds what a user set by these names and what he set by
-    `torch.set_float32_matmul_precision` or `allow_tf32`. `torch.get_float32_matmul_precision()` raises where the newer
+    It reads `torch.backends.*.matmul.fp32_precision`, which also holds what was set by the older names,
+    `torch.set_float32_matmul_precision` and `allow_tf32`. `torch.get_float32_matmul_precision()` raises where the newer
     names were used, and may be out of date (torch 2.11).
     """
     backends: Any = torch.backends  # whose settings no type checker sees
