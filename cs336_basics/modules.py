@@ -89,7 +89,13 @@ def scaled_dot_product_attention(
 
     Returns:
         The weighted values, in the dtype of the inputs.
+
+    Raises:
+        ValueError: shapes that do not belong together.
     """
+    if Q.shape[:-2] != K.shape[:-2] or K.shape[:-1] != V.shape[:-1] or Q.shape[-1] != K.shape[-1]:
+        got = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
+        raise ValueError(f"Q, K and V must be (..., queries, d), (..., keys, d) and (..., keys, d_v), got {got}")
     if 0 in (*Q.shape, *K.shape, *V.shape):
         return Q @ K.mT @ V  # einx takes no empty axis; a sum over no keys is 0
     import einx

@@ -18,7 +18,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cs336_systems import launch, launch_hopper
 from cs336_systems.differentiable_once import differentiable_once
-from cs336_systems.inputs import attention_inputs, refuse_repeated_when_compiled, require_as_saved
+from cs336_systems.inputs import (
+    attention_inputs,
+    described,
+    refuse_jit_tracing,
+    refuse_repeated_when_compiled,
+    require_as_saved,
+)
 from cs336_systems.layouts import empty_output_like, empty_outputs, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -132,7 +138,7 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), on a GPU, in float16, bfloat16 or float32, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L (natural logarithm, float32) of shape (..., n_queries).
-    A second derivative raises.
+    A second derivative raises. torch.export takes it too, for inference: an exported graph has no gradients.
 
     With hopper=True, on a GPU of compute capability 9.0, the kernels of `launch_hopper` are used where they apply. They
     sum dq in no fixed order, so its last bits differ from run to run, unless PyTorch was asked for deterministic
@@ -143,16 +149,17 @@ class FlashAttention2Triton(torch.autograd.Function):
 
     Raises:
         TypeError, ValueError: as `cs336_systems.inputs.attention_inputs` and `launch.tiles_for` say; hopper is no bool.
-        RuntimeError: Triton is not installed; as `cs336_systems.inputs.refuse_repeated_when_compiled` says, and in the
-            backward `require_as_saved`.
+        RuntimeError: Triton is not installed; as `refuse_repeated_when_compiled` and `refuse_jit_tracing` of
+            `cs336_systems.inputs` say, and in the backward `require_as_saved`.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, hopper=True):
         if not isinstance(hopper, bool):
-            raise TypeError(f"hopper must be True or False, got {hopper!r}")
+            raise TypeError(f"hopper must be True or False, got {described(hopper)}")
 
         def checked(q, k, v):
+            refuse_jit_tracing()
             refuse_repeated_when_compiled(q, k, v)
             return tuple(map(readable, attention_inputs(q, k, v, is_causal, DTYPES)))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,7 +41,7 @@ def attention_inputs(
             raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
     if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+        raise TypeError(f"is_causal must be True or False, got {described(is_causal)}")
 
     if (cast_to := autocast_dtype(q)) is not None:
         q, k, v = (x.to(cast_to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -80,6 +81,41 @@ def require_as_saved(q: Queries, k: Keys, v: Keys, o: Queries, dO: Queries, L: P
             "what was saved for the backward has to come back from a hook on saved tensors in the shape, dtype and "
             f"device that it had, got {given}"
         )
+
+
+def described(x: object) -> str:
+    """One line that says what an argument is: a tensor by its shape and dtype, never by its values."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    of, name = type(x).__module__, type(x).__qualname__
+    return f"a {name}" if of == "builtins" else f"a {of}.{name}"
+
+
+def refuse_jit_tracing() -> None:
+    """Raise under torch.jit.trace, which replaces the sizes of a shape by tensors and records no kernel.
+
+    Raises:
+        RuntimeError: torch.jit.trace (or what calls it: TensorBoard's add_graph, the old ONNX export) is running.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError("torch.jit.trace cannot record the Triton kernels; torch.export.export can")
+
+
+PRECISION_NAMES = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+
+
+def float32_matmul_precision(device_type: str) -> str:
+    """How PyTorch multiplies float32 matrices on a device: "highest", "high" (TF32) or "medium" (bfloat16, CPU only).
+
+    It reads `torch.backends.*.matmul.fp32_precision`, which also holds what was set by the older names,
+    `torch.set_float32_matmul_precision` and `allow_tf32`. `torch.get_float32_matmul_precision()` raises where the newer
+    names were used, and may be out of date (torch 2.11).
+    """
+    backends: Any = torch.backends  # whose settings no type checker sees
+    backend = backends.cuda if device_type == "cuda" else backends.mkldnn
+    return PRECISION_NAMES[backend.matmul.fp32_precision]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

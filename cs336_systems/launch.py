@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems import user_tiles
-from cs336_systems.inputs import Keys, PerQuery, Queries, autocast_dtype
+from cs336_systems.inputs import Keys, PerQuery, Queries, autocast_dtype, float32_matmul_precision
 from cs336_systems.kernels.tiles import INTERPRETER, AnyTile, Gpu, Tile, Tiles, padded_head_dim
 from cs336_systems.layouts import as_4d, copyable_strides, empty_output_like, empty_outputs
 
@@ -176,9 +176,8 @@ def _per_query_in_tiles(x: PerQuery, tile: Tile) -> "TensorDescriptor | Tensor":
 
 
 def _asked_precision(x: Tensor) -> str | None:
-    """How the user wants PyTorch to multiply float32; None for other dtypes."""
-    # Not torch.get_float32_matmul_precision(), which raises where the precision was set by the newer names.
-    return torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
+    """How the user wants PyTorch to multiply float32 on a GPU; None for other dtypes."""
+    return float32_matmul_precision("cuda") if x.dtype == torch.float32 else None
 
 
 def _input_precision(x: Tensor) -> str:
@@ -192,7 +191,7 @@ def _input_precision(x: Tensor) -> str:
     asked = _asked_precision(x)
     if asked is None or is_interpreted() or not gpu_of(x.device).uses_tensor_cores:
         return "ieee"
-    return "bf16x6" if asked in ("none", "ieee") else "tf32"
+    return "bf16x6" if asked == "highest" else "tf32"
 
 
 def _copyable(x: Float[Tensor, "... n d"]) -> Float[Tensor, "... n d"]:

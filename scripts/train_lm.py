@@ -180,11 +180,12 @@ def start(config: Config, shape: Shape, text: str, device: "torch.device") -> Ru
     import torch
 
     from cs336_basics.optimizer import AdamW
+    from cs336_systems.inputs import float32_matmul_precision
 
     model = make_model(config, shape, str(config.attention)).to(device)
     named = ("attention", "learning_rate", "max_gradient_norm", "seed", "amp", "compile")
     settings = asdict(shape) | {name: getattr(config, name) for name in named}
-    settings |= {"text": sha256(text.encode()).hexdigest()[:16], "precision": torch.get_float32_matmul_precision()}
+    settings |= {"text": sha256(text.encode()).hexdigest()[:16], "precision": float32_matmul_precision(device.type)}
     return Run(settings, model, AdamW(model.parameters(), lr=config.learning_rate), 0, [])
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from cs336_systems import launch, launch_hopper
+from cs336_systems import dense_backward, launch, launch_hopper
 from cs336_systems.bench.cli import parse
 from cs336_systems.kernels.tiles import Gpu
 
@@ -65,6 +65,17 @@ def run_without_gpu(script: ModuleType, *flags: str) -> None:
         return
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, str(script.__file__), *flags], env=environment, check=True, timeout=180)
+
+
+def without_inductor_on_cpu(monkeypatch) -> None:
+    """Lets the dense backward be traced alone on a CPU, where inductor takes up to a minute; a GPU takes the whole way.
+
+    `test_agreement` has inductor compile it on a CPU too.
+    """
+    torch.compiler.reset()
+    if not NATIVE:
+        traced = torch.compile(dense_backward.dense_backward, fullgraph=True, backend="aot_eager")
+        monkeypatch.setattr(dense_backward, "compiled_dense_backward", traced)
 
 
 def skip_if(reason: str | None) -> None:

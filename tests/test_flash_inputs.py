@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tests
 from cs336_systems import launch
 from cs336_systems.attention import ATTENTION
+from cs336_systems.dense_backward import FlashAttention2TritonDenseBackward
 from cs336_systems.kernels.tiles import KIB, Gpu
 
 from .machine import (
@@ -54,6 +57,8 @@ BAD_INPUTS = {
     "other-head-dim": (zeros(2, 9, 12), K, V, ["2, 9, 12", "2, 11, 8"]),
     "other-value-dim": (zeros(2, 9, 8), K, zeros(2, 11, 7), ["2, 11, 8", "2, 11, 7"]),
     "more-values-than-keys": (zeros(2, 9, 8), K, zeros(2, 13, 8), ["2, 11, 8", "2, 13, 8"]),
+    "wider-than-values": (zeros(2, 9, 24), zeros(2, 11, 24), zeros(2, 11, 16), ["2, 11, 24", "2, 11, 16"]),
+    "fewer-heads": (zeros(2, 4, 9, 8), zeros(2, 2, 11, 8), zeros(2, 2, 11, 8), ["2, 4, 9, 8", "2, 2, 11, 8"]),
     "head-dim-0": (zeros(2, 9, 0), zeros(2, 11, 0), zeros(2, 11, 0), ["2, 9, 0"]),
     "mixed-dtypes": (zeros(2, 9, 8), K.to(HALF), V, ["float32", "float16"]),
     "mixed-devices": (zeros(2, 9, 8), K.to(META), V, ["meta", DEVICE.type]),
@@ -65,19 +70,30 @@ BAD_INPUTS = {
 }
 
 
-def assert_refused(flash: str, q, k, v, words: list[str]) -> None:
-    """The call raises a TypeError or ValueError whose message holds all of `words`."""
+def assert_refused(function: Callable[..., object], arguments: tuple[object, ...], words: list[str]) -> None:
+    """The call raises a TypeError or ValueError of one line, which holds all of `words` and no value of a tensor."""
     with pytest.raises((TypeError, ValueError)) as error:
-        flash_function(flash)(q, k, v, True)
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, f"{error.value!r} does not say {missing}"
+        function(*arguments)
+    message = str(error.value)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{message!r} does not say {missing}"
+    assert "\n" not in message and "tensor(" not in message and len(message) < 200
+
+
+CHECKED = {
+    "naive": ATTENTION["naive"].function,
+    "pytorch": flash_function("pytorch"),
+    "triton": flash_function("triton"),
+    "dense_backward": FlashAttention2TritonDenseBackward.apply,
+}
 
 
 @pytest.mark.parametrize("bad", BAD_INPUTS)
-@both_flash
-def test_bad_input_is_named(flash, bad):
+@pytest.mark.parametrize("name", CHECKED)
+def test_bad_input_is_named(name, bad):
     """A TypeError or ValueError that names what came, not an index error from some tile."""
-    assert_refused(flash, *BAD_INPUTS[bad])
+    *inputs, words = BAD_INPUTS[bad]
+    assert_refused(CHECKED[name], (*inputs, True), words)
 
 
 @needs_triton
@@ -91,7 +107,7 @@ def test_bad_input_is_named(flash, bad):
 )
 def test_what_only_the_kernels_refuse(x, words):
     """Float64 and a head dim past 256 are refused before anything is compiled."""
-    assert_refused("triton", x, x, x, words)
+    assert_refused(flash_function("triton"), (x, x, x, True), words)
 
 
 # What the table of attentions says before any call.
@@ -127,7 +143,7 @@ def test_bfloat16_is_refused_before_any_launch(monkeypatch):
     """With the device's own answer replaced by Turing's, bfloat16 is refused by name, and the others run."""
     mock_gpu(monkeypatch, TURING)
     x = zeros(2, 16, 64, dtype=torch.bfloat16)
-    assert_refused("triton", x, x, x, ["bfloat16", "Tesla T4"])
+    assert_refused(flash_function("triton"), (x, x, x, True), ["bfloat16", "Tesla T4"])
     for dtype in (torch.float16, torch.float32):
         inputs = Case((2,), 100, 100, 64).draw(dtype, DEVICE)
         assert_within_budget(run_attention(flash_function("triton"), inputs, True), inputs, True)
@@ -206,12 +222,33 @@ def test_suite_asks_for_the_interpreter_by_itself(monkeypatch):
     assert os.environ["TRITON_INTERPRET"] == "0"
 
 
-@pytest.mark.parametrize("flag", ["no", 1, None, torch.tensor(True)], ids=["text", "number", "none", "tensor"])
-@both_flash
-def test_is_causal_is_a_bool(flash, flag):
+NO_BOOLS = {
+    "text": ("no", "'no'"),
+    "number": (1, "1"),
+    "none": (None, "None"),
+    "scalar": (torch.tensor(True), "a tensor of shape () and dtype torch.bool"),
+    "mask": (torch.ones(9, 11, dtype=torch.bool), "a tensor of shape (9, 11) and dtype torch.bool"),
+    "bias": (torch.full((2, 9, 11), 0.5, device=DEVICE), "a tensor of shape (2, 9, 11) and dtype torch.float32"),
+    "NumPy's": (np.bool_(True), "a numpy.bool"),
+    "list": ([[True] * 11] * 9, "a list"),
+}
+
+
+@pytest.mark.parametrize("flag", NO_BOOLS)
+@pytest.mark.parametrize("name", CHECKED)
+def test_is_causal_is_a_bool(name, flag):
     """A mask passed in the place of is_causal is a likely mistake, and neither true nor false."""
-    with pytest.raises(TypeError, match="is_causal must be True or False"):
-        flash_function(flash)(zeros(2, 9, 8), K, V, flag)
+    given, described = NO_BOOLS[flag]
+    words = [f"is_causal must be True or False, got {described}"]
+    assert_refused(CHECKED[name], (zeros(2, 9, 8), K, V, given), words)
+
+
+@pytest.mark.parametrize("flag", NO_BOOLS)
+@pytest.mark.parametrize("name", ["triton", "dense_backward"])
+def test_hopper_is_a_bool(name, flag):
+    given, described = NO_BOOLS[flag]
+    words = [f"hopper must be True or False, got {described}"]
+    assert_refused(CHECKED[name], (zeros(2, 9, 8), K, V, True, given), words)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

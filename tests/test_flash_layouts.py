@@ -1,13 +1,16 @@
 """Leading dimensions, empty tensors and strides, small and huge, of what the FlashAttention-2 Functions take."""
 
+import mmap
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from cs336_systems import layouts
+from cs336_systems import launch, layouts
 
 from .layouts import LAYOUTS, column_major, off_by_one_element, slice_of_fused, transposed, windows
-from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu
+from .machine import DEVICE, NATIVE, both_causal, both_flash, flash_function, needs_gpu, needs_triton
 from .reference import TENSORS, Case, Inputs, assert_within_budget, largest_error, run_attention
 
 STRIDED = Case((2, 16), 513, 513, 64) if NATIVE else Case((2, 3), 37, 37, 16)
@@ -152,33 +155,77 @@ def test_empty_tensors(flash, is_causal, case):
     assert_within_budget(result, inputs, is_causal)
 
 
-FAR_APART = 2**29  # elements; four such steps pass 2^31
+def untouched_memory(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of n elements on the device. On a CPU it takes no memory but for the pages that are touched."""
+    if NATIVE:
+        if torch.cuda.mem_get_info()[0] < n * dtype.itemsize + 2 * 2**30:
+            pytest.skip(f"needs {n * dtype.itemsize / 2**30 + 2:.0f} GiB of free GPU memory")
+        return torch.empty(n, dtype=dtype, device=DEVICE)
+    if sys.platform != "linux":
+        pytest.skip("needs Linux, to reserve addresses without memory")
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap does not name
+    try:
+        memory = mmap.mmap(-1, n * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError as error:
+        pytest.skip(f"needs addresses for {n * dtype.itemsize / 2**30:.0f} GiB: {error}")
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def far_apart(inputs: Inputs, dim: int, step: int) -> Inputs:
-    """The inputs side by side in one buffer, `step` elements from one index of dimension `dim` to the next."""
-    buffer = torch.empty(step * 4 + inputs.q[0].numel() * 4, dtype=inputs.q.dtype, device=DEVICE)
+    """The inputs side by side in one buffer, `step` elements from one index of dimension `dim` to the next.
+
+    They begin 2^31 elements after the buffer's beginning: an offset that wraps around in 32 bits is still inside of it,
+    and what is there is not theirs, but no crash.
+    """
+    before = 0 if NATIVE else 2**31
+    buffer = untouched_memory(before + step * (inputs.q.shape[dim] - 1) + inputs.q[0].numel() * 4, inputs.q.dtype)
     views = []
     for position, x in enumerate(inputs):
         strides = [4 * stride for stride in x.stride()]  # four tensors share each row
         strides[dim], strides[-1] = step, 1
-        view = buffer.as_strided(x.shape, strides, position * x.shape[-1])
+        view = buffer.as_strided(x.shape, strides, before + position * x.shape[-1])
         views.append(view.copy_(x))
     return Inputs(*views)
 
 
-@pytest.mark.parametrize("step", [FAR_APART + 64, FAR_APART + 65], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize(
-    ("case", "dim"), [(Case((5,), 40, 40, 16), 0), (Case((1,), 5, 5, 16), 1)], ids=["heads", "rows"]
+far_apart_along = pytest.mark.parametrize(
+    ("case", "dim", "step"),  # in elements; so many steps pass 2^31
+    [
+        (Case((5, 2), 40, 40, 16), 0, 2**29),
+        (Case((5,), 40, 40, 16), 0, 2**29),
+        (Case((1,), 5, 5, 16), 1, 2**29),
+        (Case((1,), 70, 70, 16), 1, 2**25),
+    ],
+    ids=["batch", "heads", "rows", "tiles"],
 )
-@needs_gpu
+
+
+@pytest.mark.parametrize("off", [64, 65], ids=["aligned", "unaligned"])
+@far_apart_along
 @both_flash
-def test_offsets_past_32_bits(flash, case, dim, step):
-    """Five heads or rows over 4 GiB: an offset computed in 32 bits would wrap. Aligned ones go by descriptor."""
-    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
-        pytest.skip("needs 6 GiB of free GPU memory")
+def test_offsets_past_32_bits(flash, case, dim, step, off):
+    """Over more than 4 GiB an offset computed in 32 bits would wrap. Aligned steps go by descriptor."""
     compact = case.draw(torch.float16, DEVICE)
-    assert_within_budget(run_attention(flash_function(flash), far_apart(compact, dim, step), True), compact, True)
+    apart = far_apart(compact, dim, step + off)
+    assert_within_budget(run_attention(flash_function(flash), apart, True), compact, True)
+
+
+@far_apart_along
+@needs_triton
+def test_offsets_of_outputs_past_32_bits(case, dim, step):
+    """Kernels write where an output's strides say. Those of the Function's own outputs leave no gaps."""
+    q, k, v, dO = compact = case.draw(torch.float16, DEVICE)
+    expected = run_attention(lambda *inputs: flash_function("triton")(*inputs, False), compact, True)
+    o, dq, dk, dv = far_apart(Inputs(*map(torch.zeros_like, compact)), dim, step + 65)
+    L, L_base, delta = (torch.empty(q.shape[:-1], dtype=torch.float32, device=DEVICE) for _ in range(3))
+    for kernel, inputs, outputs in (
+        (launch._FORWARD, (q, k, v), (o, L)),
+        (launch._DQ, (q, k, v, expected.o, dO, L), (dq, L_base, delta)),
+        (launch._DK_DV, (q, k, v, dO, L_base, delta), (dk, dv)),
+    ):
+        launch.launch_kernel(kernel, launch.launches_for(True, None, *inputs, *outputs), inputs, outputs)
+    for name, got in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
+        assert torch.equal(got, getattr(expected, name)), name
 
 
 @needs_gpu

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import flash_triton, launch, layouts, user_tiles
+from cs336_systems.bench.measure import float32_precision
 from cs336_systems.kernels.tiles import HOPPER, KIB, Gpu, Tile
 
 from .layouts import LAYOUTS, batch_last, contiguous, off_by_one_element, slice_of_fused, transposed
-from .machine import DEVICE, INTERPRETED, both_causal, flash_function, mock_gpu, needs_triton
+from .machine import DEVICE, INTERPRETED, both_causal, flash_function, mock_gpu, needs_gpu, needs_triton
 from .reference import TENSORS, Case, Inputs, run_attention
 
 TILE = Tile(64, 64, 4, 2, by_descriptor=True)
@@ -156,13 +159,9 @@ def test_changed_tiles_are_not_mixed_up(kernel):
 
 
 def test_precision_is_asked_for_anew(kernel):
-    before = torch.get_float32_matmul_precision()
-    try:
-        for precision in ("highest", "high"):
-            torch.set_float32_matmul_precision(precision)
+    for precision in ("highest", "high"):
+        with float32_precision(precision):
             launch.launch_forward(*drawn(dtype=torch.float32), True, TILE)
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert [how for how, *_ in kernel.calls] == ["front end", "front end"]
 
 
@@ -228,6 +227,42 @@ def test_profilers_see_prepared_launches(kernel, which):
     unseen, (metadata, *hooks) = kernel.observed
     assert unseen == (None, None, None)
     assert metadata[1] == "stream" and hooks == [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook]
+
+
+PORTABLE_KERNELS = {"flash_forward_kernel", "flash_backward_dq_kernel", "flash_backward_dk_dv_kernel"}
+
+
+@needs_gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_profilers_see_later_launches_by_name(hopper, d):
+    """PyTorch's profiler and Triton's hooks: every kernel of a forward and backward whose launches are prepared."""
+    from triton import knobs
+
+    inputs = Case((1, 2), 100, 100, d).draw(torch.float16, DEVICE)
+
+    def attention(q, k, v, is_causal):
+        return flash_function("triton")(q, k, v, is_causal, hopper)
+
+    with launch.launched_kernels() as launched:
+        run_attention(attention, inputs, True)
+    names = [each.metadata.name for each in launched]
+    assert set(names) == PORTABLE_KERNELS or (hopper and all("hopper" in name for name in names))
+    seen: dict[str, list[str]] = {"enter": [], "exit": []}
+    hooks = {way: lambda metadata, way=way: seen[way].append(metadata.get()["name"]) for way in seen}
+    chains = {"enter": knobs.runtime.launch_enter_hook, "exit": knobs.runtime.launch_exit_hook}
+    for way, hook in hooks.items():
+        chains[way].add(hook)
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+            run_attention(attention, inputs, True)
+            torch.cuda.synchronize()
+    finally:
+        for way, hook in hooks.items():
+            chains[way].remove(hook)
+    assert seen == {"enter": names, "exit": names}
+    profiled = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    assert sorted(name for name in profiled if name in names) == sorted(names)
 
 
 def test_descriptors_are_encoded_once_for_each_address(kernel, monkeypatch):

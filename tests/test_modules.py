@@ -112,6 +112,25 @@ def test_attention_with_values_of_another_width():
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 8)),
+        ((2, 6, 24), (2, 9, 16), (2, 9, 16)),
+        ((2, 6, 8), (2, 9, 8), (2, 7, 8)),
+        ((2, 6, 8), (2, 9, 8), (3, 9, 8)),
+        ((2, 6, 0), (3, 9, 0), (3, 9, 5)),
+    ],
+    ids=["fewer heads", "other width", "other length", "other batch", "no width"],
+)
+def test_attention_of_shapes_that_do_not_belong_together(q, k, v):
+    """One line names the shapes, and no value; with and without a mask."""
+    for mask in (None, torch.ones(q[-2], k[-2], dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"^Q, K and V must be .*$") as error:
+            scaled_dot_product_attention(random(*q), random(*k), random(*v), mask)
+        assert all(str(shape) in str(error.value) for shape in (q, k, v)) and "\n" not in str(error.value)
+
+
 def test_attention_of_fully_masked_rows():
     """A query that sees no key gives zeros, with no NaN in the value or in any gradient."""
     q, k, v = (x.requires_grad_() for x in Case((2,), 6, 9, 8).draw(torch.float32, CPU)[:3])

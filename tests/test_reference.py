@@ -14,7 +14,9 @@ from .reference import (
     Result,
     assert_within_budget,
     dense_attention,
+    error_budgets,
     largest_error,
+    one_by_one,
     run_attention,
 )
 
@@ -124,3 +126,36 @@ def test_wrong_shape_is_an_error():
     """A result that would only broadcast against the reference is refused."""
     with pytest.raises(AssertionError, match="shape"):
         largest_error(torch.zeros(1, 4), torch.zeros(3, 4))
+
+
+def worst_sums(d: int) -> Inputs:
+    """After a first term of 1 the others, just below half of its last place, are all rounded away one by one."""
+    q, k = torch.full((40, d), 0.99 * 2.0**-24), torch.ones(1, d)
+    q[:, 0] = 1
+    return Inputs(q, k, k, q)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_one_by_one_reaches_gamma(d):
+    """No order of summation errs more: of d terms gamma_d |a|·|b|."""
+    q, k, _, _ = worst_sums(d)
+    exact = q.double() @ k.double().mT
+    error, gamma = largest_error(one_by_one(q, k.mT), exact), d * 2.0**-24 / (1 - d * 2.0**-24)
+    assert 0.9 * gamma < error <= gamma * exact.max()
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_interpreter_budget_accepts_any_order_of_summation(d):
+    """Also where NumPy's library adds in a worse order than PyTorch's."""
+    inputs = worst_sums(d)
+    result = dense_attention(inputs, False, torch.float32, True, one_by_one)
+    assert_within_budget(replace(result, interpreted=True), inputs, False)
+
+
+def test_interpreter_budget_is_for_the_interpreter_in_float32_alone():
+    inputs, budgets = Case((2,), 40, 50, 64).draw(torch.float32, CPU, uniform=True), {}
+    for dtype in (torch.float32, torch.float16):
+        usual, interpreted = (error_budgets(inputs.to(dtype), True, dtype, each) for each in (False, True))
+        budgets[dtype] = [interpreted[name] / usual[name] for name in TENSORS]
+    assert budgets[torch.float16] == [1] * 5
+    assert max(budgets[torch.float32]) > 1 and max(budgets[torch.float32]) < 20, "TF32's error is 2^13 times float32's"

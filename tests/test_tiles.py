@@ -122,7 +122,7 @@ def test_forward_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: the forward."""
     inputs = inputs_for(size, d)
     o, L = launch.launch_forward(*inputs[:3], is_causal, tile)
-    assert_within_budget(Result(o, L), inputs, is_causal)
+    assert_within_budget(Result(o, L, interpreted=INTERPRETED), inputs, is_causal)
 
 
 def gradient_of_q(inputs: Inputs, is_causal: bool, tile: Tile | None):
@@ -141,7 +141,7 @@ def test_dk_dv_tile(size, d, tile, is_causal):
     inputs = inputs_for(size, d)
     _, L_base, delta, o = gradient_of_q(inputs, is_causal, None)
     dk, dv = launch.launch_dk_dv(*inputs, L_base, delta, is_causal, tile)
-    assert_within_budget(Result(o, dk=dk, dv=dv), inputs, is_causal)
+    assert_within_budget(Result(o, dk=dk, dv=dv, interpreted=INTERPRETED), inputs, is_causal)
 
 
 @needs_triton
@@ -151,7 +151,7 @@ def test_dq_tile(size, d, tile, is_causal):
     """Every entry of the tables, alone, is right: dq."""
     inputs = inputs_for(size, d)
     dq, _, _, o = gradient_of_q(inputs, is_causal, tile)
-    assert_within_budget(Result(o, dq=dq), inputs, is_causal)
+    assert_within_budget(Result(o, dq=dq, interpreted=INTERPRETED), inputs, is_causal)
 
 
 @needs_triton
@@ -159,7 +159,7 @@ def test_dq_tile(size, d, tile, is_causal):
 def test_without_skipping_masked_tiles(is_causal):
     """The ladder's slow rungs compute the same: every tile is visited, and compared with the mask."""
     inputs = inputs_for(4, 16)
-    slow = Tile(32, 16, 1, 1, skip_masked=False)
+    slow = Tile(64, 32, 1, 1, skip_masked=False)
     with launch.tiles_changed_by(lambda _: Tiles(slow, slow, slow)):
         result = run_attention(FlashAttention2Triton.apply, inputs, is_causal)
     assert_within_budget(result, inputs, is_causal)

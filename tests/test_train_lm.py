@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from matplotlib import figure
 from cs336_basics import nn_utils, training
 from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 from cs336_systems import launch
+from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.cli import parse
+from cs336_systems.bench.measure import float32_precision
 
 from .machine import compile_missing_reason, needs_gpu, skip_if
 
@@ -50,6 +53,14 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_precision_set_by_its_newer_name(train, tmp_path):
+    """torch.get_float32_matmul_precision() raises then."""
+    backends: Any = torch.backends  # whose settings no type checker sees
+    with float32_precision("highest"):
+        backends.mkldnn.matmul.fp32_precision = "tf32"
+        assert train(tmp_path, "--attention", "naive")
 
 
 def test_text_is_real():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -340,13 +340,23 @@ def release_memory(device: torch.device) -> int:
 
 @contextmanager
 def float32_precision(precision: str) -> Generator[None]:
-    """In the block, float32 matmuls have this precision: "highest" without TF32, "high" with."""
-    before = torch.get_float32_matmul_precision()
+    """In the block, float32 matmuls have this precision: "highest" without TF32, "high" with.
+
+    Afterwards PyTorch's settings are what they were, whether set by the older name or by the newer ones.
+    """
+    backends: Any = torch.backends  # whose settings no type checker sees
+    by_newer_names = [(of, of.fp32_precision) for of in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    try:
+        by_older_name = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer names say something else
+        by_older_name = "highest"
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(by_older_name)
+        for of, value in by_newer_names:
+            of.fp32_precision = "none" if value == backends.fp32_precision else value
 
 
 def limit_memory(device: torch.device, gib: float) -> None:

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from cs336_systems.bench.source import output_of, present_commit, present_source
 from cs336_systems.bench.workload import AttentionShape, Pass
+from cs336_systems.inputs import float32_matmul_precision
 
 Status = Literal["ok", "oom", "skipped", "unsupported", "error"]
 ROW_BEGINS = b'{"implementation": '  # also one that a process died in the middle of
@@ -82,7 +83,7 @@ class Environment:
             commit=commit,
             dirty=dirty,
             source=present_source(),
-            float32_precision=torch.get_float32_matmul_precision(),
+            float32_precision=float32_matmul_precision(device.type),
         )
 
 

@@ -28,6 +28,7 @@ from cs336_systems.bench.measure import (
 from cs336_systems.bench.record import AnyRecord, Environment, Record, Row, RowFile, Status
 from cs336_systems.bench.workload import MIB, AttentionShape, Pass
 from cs336_systems.implementation import AttentionFunction, Implementation, first_line
+from cs336_systems.inputs import float32_matmul_precision
 
 # The others are tried again: what was an error may be mended, and what was unsupported or skipped costs nothing to ask.
 # An oom row is tried again where more memory is free, see `fill`.
@@ -102,7 +103,7 @@ class Sweep:
     @property
     def cases(self) -> list[Case]:
         """Implementations next to one another, so that clocks drift little between them."""
-        precision = torch.get_float32_matmul_precision()
+        precision = float32_matmul_precision(self.device.type)
         setting = ", ".join(filter(None, ("" if precision == "highest" else f"precision {precision}", self.variant)))
         return [Case(i, s, p, setting) for s in self.shapes for i in self.implementations for p in self.passes]
 

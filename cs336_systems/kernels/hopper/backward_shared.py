@@ -63,13 +63,14 @@ def flash_backward_hopper_preprocess_kernel(
     dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
     L_i = load_per_query(L_ptr, batch, head, n_heads, i, n_queries, K_TILE_SIZE, CHECK=True)
-    # From 2^24 on float32 resolves L and S to 2 at best: exp(S - L) must not come out as inf.
-    L_i = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
     rows = tl.arange(0, K_TILE_SIZE)
-    seen = (i + rows < n_queries) & (L_i > float("-inf"))
+    seen = (i + rows < n_queries) & (L_i != float("-inf"))
+    # From 2^24 on float32 resolves L and S to 2 at best: exp(S - L) must not come out as inf.
+    in_reach = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
     SPLIT: tl.constexpr = split_of(dO_i.dtype)
-    L_i = tl.clamp(tl.where(seen, L_i / scale, SPLIT.largest), -SPLIT.largest, SPLIT.largest)
+    in_range = tl.clamp(tl.where(seen, in_reach / scale, SPLIT.largest), -SPLIT.largest, SPLIT.largest)
+    L_i = tl.where(L_i == L_i, in_range, L_i)  # clamp makes a number of NaN, and gradients would hide it
 
     first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PART_COLUMNS
     row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
@@ -82,13 +83,17 @@ def flash_backward_hopper_preprocess_kernel(
 
 @triton.jit
 def _in_parts(x, rest: tl.constexpr, dtype: tl.constexpr):
-    """(rows, PART_COLUMNS): parts whose sum, each times its weight, is x to float32's last bits; then `rest`."""
+    """(rows, PART_COLUMNS): parts whose sum, each times its weight, is x to float32's last bits; then `rest`.
+
+    Of an infinity and of NaN the sum is NaN.
+    """
     column = tl.arange(0, PART_COLUMNS)[None, :]
     result = tl.full([x.shape[0], PART_COLUMNS], rest, tl.float32).to(dtype)
     SPLIT: tl.constexpr = split_of(dtype)
     for part in tl.static_range(len(SPLIT.weights)):
         weight = SPLIT.weights[part]
-        rounded = tl.clamp(x / weight, -SPLIT.largest_part, SPLIT.largest_part).to(dtype)
+        in_range = tl.clamp(x / weight, -SPLIT.largest_part, SPLIT.largest_part)
+        rounded = tl.where(tl.abs(x) < float("inf"), in_range, x).to(dtype)
         result = tl.where(column == part, rounded[:, None], result)
         x = x - rounded.to(tl.float32) * weight
     return result
