@@ -26,7 +26,7 @@ from cs336_systems.bench.workload import require_at_least
 from cs336_systems.cubin import Usage, assembler, require_compiler, usage_of
 from cs336_systems.inputs import MAX_HEAD_DIM
 from cs336_systems.kernels import backward, forward
-from cs336_systems.kernels.primitives import Strided
+from cs336_systems.kernels.primitives import Strided, Tiling
 from cs336_systems.kernels.tiles import GPUS, KERNELS, KIB, Gpu, GpuClass, Tile, padded_head_dim, shipped_tiles
 from cs336_systems.tile_search import TILE_METHOD, tile_text
 
@@ -79,14 +79,9 @@ def source(entry: Entry) -> ASTSource:
     """The kernel with types for its arguments, as a launch over contiguous tensors would specialise it."""
     element, dtype = DTYPES[entry.dtype]
     tile, width = entry.tile, padded_head_dim(entry.d)
-    constants = {
-        "D": entry.d,
-        "D_TILE_SIZE": width,
-        "BASE_2": dtype.itemsize == 2,
-        "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
-        "WANTS_DQ": True,
-        **tile.constants(entry.is_causal),
-    }
+    precision = "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee"
+    tiling = Tiling(entry.d, width, INPUT_PRECISION=precision, BASE_2=dtype.itemsize == 2, **tile.constants(entry.is_causal))
+    constants = {"T": tiling, "WANTS_DQ": True}
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = FUNCTIONS[entry.kernel]
     signature, values, attributes = {}, {}, {}
