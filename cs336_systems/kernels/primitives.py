@@ -29,8 +29,17 @@ class Strided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """What a portable kernel is compiled for. Plain values become constexprs, which Triton wants for shapes."""
+class Constexprs:
+    """A base for what a kernel takes as one constexpr: plain values become constexprs, which Triton wants for shapes."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
+
+@dataclass(frozen=True)
+class Tiling(Constexprs):
+    """What a portable kernel is compiled for."""
 
     D: tl.constexpr  # columns of q, k, v and o
     D_TILE_SIZE: tl.constexpr  # D padded to a power of two
@@ -41,10 +50,6 @@ class Tiling:
     SKIP_MASKED: tl.constexpr  # see `visible_keys`
     INPUT_PRECISION: tl.constexpr  # of tl.dot, for float32
     BASE_2: tl.constexpr  # see `to_base`
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
 
 
 @triton.jit
