@@ -222,7 +222,7 @@ class KernelCall:
     function: Callable[[], Any]  # gives the kernel
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
     tile: Callable[[Tensor, bool], AnyTile]  # (the first tensor, is_causal) -> the tile, where the caller names none
-    tiling: Callable[[], type] = lambda: Tiling  # gives the class of the kernel's constexpr T
+    tiling: Callable[[], Any] = lambda: Tiling  # gives the class of the kernel's constexpr T
     rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
     copies: bool = False  # whether it has to have inputs that the copy engine can read

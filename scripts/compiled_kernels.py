@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -79,9 +79,14 @@ def source(entry: Entry) -> ASTSource:
     """The kernel with types for its arguments, as a launch over contiguous tensors would specialise it."""
     element, dtype = DTYPES[entry.dtype]
     tile, width = entry.tile, padded_head_dim(entry.d)
-    precision = "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee"
-    tiling = Tiling(entry.d, width, INPUT_PRECISION=precision, BASE_2=dtype.itemsize == 2, **tile.constants(entry.is_causal))
-    constants = {"T": tiling, "WANTS_DQ": True}
+    compiled_for: dict[str, Any] = {
+        "D": entry.d,
+        "D_TILE_SIZE": width,
+        "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
+        "BASE_2": dtype.itemsize == 2,
+        **tile.constants(entry.is_causal),
+    }
+    constants = {"T": Tiling(**compiled_for), "WANTS_DQ": True}
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = FUNCTIONS[entry.kernel]
     signature, values, attributes = {}, {}, {}

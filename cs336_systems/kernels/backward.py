@@ -15,8 +15,10 @@ applied once, to the finished sums.
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.primitives import assigned_tile, exp_in_base, load_per_query, load_tile, store_per_query
-from cs336_systems.kernels.primitives import store_tile, to_base, visible, visible_keys, visible_queries
+from cs336_systems.kernels.primitives import (
+    assigned_tile, exp_in_base, load_per_query, load_tile, store_per_query, store_tile, to_base, visible, visible_keys,
+    visible_queries,
+)  # fmt: skip
 
 
 @triton.jit

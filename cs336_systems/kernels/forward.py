@@ -11,8 +11,10 @@ Line numbers are the handout's (see `flash_pytorch`). Two things differ from its
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.primitives import assigned_tile, exp_in_base, from_base, load_tile, log_in_base
-from cs336_systems.kernels.primitives import store_per_query, store_tile, to_base, visible, visible_keys
+from cs336_systems.kernels.primitives import (
+    assigned_tile, exp_in_base, from_base, load_tile, log_in_base, store_per_query, store_tile, to_base, visible,
+    visible_keys,
+)  # fmt: skip
 
 
 @triton.jit
@@ -44,7 +46,9 @@ def flash_forward_kernel(q, k, v, o, L_ptr, n_heads, n_batch_heads, n_queries, n
 
 
 @triton.jit
-def attend(o_i, l, m, q_i, k, v, batch, head, i, begin, end, n_keys, score_scale, T: tl.constexpr, MASKED: tl.constexpr):
+def attend(
+    o_i, l, m, q_i, k, v, batch, head, i, begin, end, n_keys, score_scale, T: tl.constexpr, MASKED: tl.constexpr
+):
     """Lines 8 to 13 for the key tiles from `begin` to `end`: (o_i, l, m)."""
     queries = i + tl.arange(0, T.Q_TILE_SIZE)
     for j in tl.range(begin, end, T.K_TILE_SIZE):

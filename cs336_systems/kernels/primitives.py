@@ -30,7 +30,7 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class Constexprs:
-    """A base for what a kernel takes as one constexpr: plain values become constexprs, which Triton wants for shapes."""
+    """A base for what kernels take as one constexpr. Its plain values become constexprs, which Triton's shapes need."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,7 +1,7 @@
 """Algorithm 2 on Hopper for rows of 128 numbers, whose dK and dV leave no registers for a third warpgroup's dQ.
 
-As in `backward_d64.py`, but the first warpgroup only loads. The two that own 64 keys each exchange their dS through shared
-memory, and each forms half of dQ's columns:
+As in `backward_d64.py`, but the first warpgroup only loads. The two that own 64 keys each exchange their dS through
+shared memory, and each forms half of dQ's columns:
 
     loader                      K V once;  q dO L delta  …
     keys 0 (64 keys)            S^T, dP^T, dV, dK;  dQ_i[:, :64] += dS K[:, :64]  -> global memory, by the copy engine
@@ -42,8 +42,9 @@ def flash_backward_hopper_d128_kernel(
     q, k, v, dO, parts, dq_sum, dk, dv, n_heads, n_batch_heads, n_queries, n_keys, scale,
     T: gl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2 for the keys j, …, j + K_TILE_SIZE - 1 of one head: arguments as in `flash_backward_hopper_d64_kernel`,
-    but dq_sum comes in tiles of Q_TILE_SIZE rows and half the columns.
+    """Algorithm 2 for the keys j, …, j + K_TILE_SIZE - 1 of one head.
+
+    Arguments as in `flash_backward_hopper_d64_kernel`, but dq_sum in tiles of Q_TILE_SIZE rows and half the columns.
     """
     # Causal work shrinks with the key index: the first tile is the longest and goes first.
     tile, batch, head = assigned_tile(gl.cdiv(n_keys, T.K_TILE_SIZE), n_heads, n_batch_heads, T.HEAD_GROUP)

@@ -154,7 +154,8 @@ def _step(
     dP_T = query_ring.dP(step, key_tiles.v_j(W), weights, zeros)  # line 14
     P_T = gl.exp2(S_T * (work.scale * LOG2_E))  # line 12
     if MASKED:
-        queries = (work.first_tile + step) * T.Q_TILE_SIZE + gl.arange(0, T.Q_TILE_SIZE, gl.SliceLayout(0, S_T.type.layout))
+        i = (work.first_tile + step) * T.Q_TILE_SIZE
+        queries = i + gl.arange(0, T.Q_TILE_SIZE, gl.SliceLayout(0, S_T.type.layout))
         P_T = gl.where(queries[None, :] >= keys[:, None], P_T, 0.0)
     dv_next = warpgroup_mma(gl.convert_layout(P_T.to(dO_i.dtype), D_LAYOUT), dO_i, dv_j, is_async=True)  # line 13
     # After the last step its scores are formed once more, for nothing.

@@ -76,7 +76,8 @@ def flash_backward_hopper_preprocess_kernel(
     tl.store(pointers, _in_parts(-L_i, SPLIT.hiding[0], dO_i.dtype))
     tl.store(pointers + T.Q_TILE_SIZE * PART_COLUMNS, _in_parts(-delta_i, 0.0, dO_i.dtype))
     zeros = tl.zeros([T.K_TILE_SIZE, T.D_TILE_SIZE], tl.float32)
-    tl.store(tile_pointers(dq_sum, batch, head, i, T.K_TILE_SIZE, T.D_TILE_SIZE), zeros, mask=(i + rows < n_queries)[:, None])
+    pointers = tile_pointers(dq_sum, batch, head, i, T.K_TILE_SIZE, T.D_TILE_SIZE)
+    tl.store(pointers, zeros, mask=(i + rows < n_queries)[:, None])
 
 
 @triton.jit
@@ -233,15 +234,16 @@ class QueryRing:
         rows: gl.constexpr = self.q_tiles.shape[3]
         width: gl.constexpr = self.q_tiles.shape[4]
         i = (work.first_tile + step) * rows
+        at = [work.batch, work.head, i, 0]
         stage = step % self.stages
         arrived = self.filled.index(stage)
         mbarrier.expect(arrived, 2 * rows * (width + PART_COLUMNS) * 2, pred=wanted)
-        tma.async_copy_global_to_shared(q, [work.batch, work.head, i, 0], arrived, self.q_tiles.index(stage), pred=wanted)
+        tma.async_copy_global_to_shared(q, at, arrived, self.q_tiles.index(stage), pred=wanted)
         for which in gl.static_range(2):
             part_tile = self.part_tiles.index(2 * stage + which)
             row = part_row + 2 * i + which * rows
             tma.async_copy_global_to_shared(parts, [row, 0], arrived, part_tile, pred=wanted)
-        tma.async_copy_global_to_shared(dO, [work.batch, work.head, i, 0], arrived, self.dO_tiles.index(stage), pred=wanted)
+        tma.async_copy_global_to_shared(dO, at, arrived, self.dO_tiles.index(stage), pred=wanted)
 
     @gluon.jit
     def wait(self, step):
