@@ -9,7 +9,7 @@ behind, and later launches for that layout only fill in addresses.
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -29,7 +29,7 @@ try:
 
     from cs336_systems.kernels import backward as backward_kernels
     from cs336_systems.kernels import forward as forward_kernels
-    from cs336_systems.kernels.primitives import Strided
+    from cs336_systems.kernels.primitives import Strided, Tiling
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "triton":
         raise
@@ -217,9 +217,11 @@ def over_keys(tensors: tuple[Tensor, ...], tile: AnyTile) -> tuple[int, int]:
 class KernelCall:
     """A kernel, and how tensors and a tile become its arguments."""
 
-    function: Callable[[], Any]  # gives the kernel, at a launch only: without Triton there is none
+    # Both are looked up at a launch only: without Triton there are none.
+    function: Callable[[], Any]  # gives the kernel
     takes: tuple[Callable[[Any, Any], Any], ...]  # for each tensor: (tensor, tile) -> the kernel's argument
     tile: Callable[[Tensor, bool], AnyTile]  # (the first tensor, is_causal) -> the tile, where the caller names none
+    tiling: Callable[[], Any] = lambda: Tiling  # gives the class of the kernel's constexpr T
     rows: RowsOf = over_queries
     flags: Mapping[str, bool] = field(default_factory=dict)
     copies: bool = False  # whether it has to have inputs that the copy engine can read
@@ -338,13 +340,17 @@ def _launch_first(
         "n_queries": first.shape[-2],
         "n_keys": second.shape[-2],
         "scale": first.shape[-1] ** -0.5,
+        **kernel.flags,
+    }
+    compiled_for = {
         "D": first.shape[-1],
         "D_TILE_SIZE": padded_head_dim(first.shape[-1]),
         "INPUT_PRECISION": _input_precision(first),
         "BASE_2": is_half,
         **tile.constants(is_causal),
-        **kernel.flags,
     }
+    tiling = kernel.tiling()
+    values["T"] = tiling(**{field.name: compiled_for[field.name] for field in fields(tiling)})
     function = kernel.function()
     arguments = [take(x, tile) for take, x in zip(kernel.takes, tensors, strict=True)]
     constants = [values[name] for name in function.arg_names[len(tensors) :]]

@@ -36,10 +36,9 @@ if launch.TRITON_IS_TESTED:  # Gluon is experimental, and some of what the kerne
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from cs336_systems.kernels.hopper import backward as backward_kernels
-    from cs336_systems.kernels.hopper import backward_shared as shared_kernels
-    from cs336_systems.kernels.hopper import backward_wide as backward_wide_kernels
+    from cs336_systems.kernels.hopper import backward_d64, backward_d128, backward_parts
     from cs336_systems.kernels.hopper import forward as forward_kernels
+    from cs336_systems.kernels.hopper.primitives import BackwardTiling, ForwardTiling
 
 HopperTile = HopperForward | HopperBackward
 
@@ -129,12 +128,14 @@ FORWARD = KernelCall(
     lambda: forward_kernels.flash_forward_hopper_kernel,
     (_in_rows, _in_key_tiles, _in_key_tiles, _in_rows, address),
     _forward_tile,
+    tiling=lambda: ForwardTiling,
     copies=True,
 )
 _PREPROCESS = KernelCall(
-    lambda: shared_kernels.flash_backward_hopper_preprocess_kernel,
+    lambda: backward_parts.flash_backward_hopper_preprocess_kernel,
     (strided, strided, address, address, strided),
     _backward_tile,
+    tiling=lambda: BackwardTiling,
     rows=lambda tensors, tile: (tensors[0].shape[-2], tile.k_tile_size),  # as many queries as a tile has keys
 )
 BACKWARD = {  # by padded head dim
@@ -142,16 +143,20 @@ BACKWARD = {  # by padded head dim
         function,
         (_in_query_tiles, _in_rows, _in_rows, _in_query_tiles, _parts, sums, _in_rows, _in_rows),
         _backward_tile,
+        tiling=lambda: BackwardTiling,
         rows=over_keys,
         copies=True,
     )
     for width, function, sums in (
-        (64, lambda: backward_kernels.flash_backward_hopper_kernel, _in_query_tiles),
-        (128, lambda: backward_wide_kernels.flash_backward_hopper_wide_kernel, _in_halves_of_query_tiles),
+        (64, lambda: backward_d64.flash_backward_hopper_d64_kernel, _in_query_tiles),
+        (128, lambda: backward_d128.flash_backward_hopper_d128_kernel, _in_halves_of_query_tiles),
     )
 }
 _POSTPROCESS = KernelCall(
-    lambda: shared_kernels.flash_backward_hopper_postprocess_kernel, (strided, strided), _backward_tile
+    lambda: backward_parts.flash_backward_hopper_postprocess_kernel,
+    (strided, strided),
+    _backward_tile,
+    tiling=lambda: BackwardTiling,
 )
 
 

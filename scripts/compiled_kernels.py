@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cs336_systems.bench.cli import CommandLine, DtypeName, Size, require_tables, run_script, shown_default
 
@@ -76,14 +76,14 @@ def source(entry: Entry) -> "ASTSource":
 
     element, dtype = ELEMENTS[entry.dtype], getattr(torch, entry.dtype)
     tile, width = entry.tile, padded_head_dim(entry.d)
-    constants = {
+    compiled_for: dict[str, Any] = {
         "D": entry.d,
         "D_TILE_SIZE": width,
-        "BASE_2": dtype.itemsize == 2,
         "INPUT_PRECISION": "bf16x6" if dtype == torch.float32 and entry.gpu.uses_tensor_cores else "ieee",
-        "WANTS_DQ": True,
+        "BASE_2": dtype.itemsize == 2,
         **tile.constants(entry.is_causal),
     }
+    constants = {"T": Tiling(**compiled_for), "WANTS_DQ": True}
     rows = {"q": tile.q_tile_size, "dO": tile.q_tile_size, "k": tile.k_tile_size, "v": tile.k_tile_size}
     function = {
         "forward": forward.flash_forward_kernel,

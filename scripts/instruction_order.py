@@ -11,7 +11,7 @@ runs once a tile should show no "stack", and matrix instructions issued well bef
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,7 +101,9 @@ def source(call: "KernelCall", tile: "AnyTile", tensors: "tuple[Tensor, ...]", c
 
     kernel = call.function()
     types = [type_of(take(x, tile)) for take, x in zip(call.takes, tensors, strict=True)]
-    constants = tile.constants(config.causal) | {"D_TILE_SIZE": padded_head_dim(config.d)}
+    compiled_for = tile.constants(config.causal) | {"D": config.d, "D_TILE_SIZE": padded_head_dim(config.d)}
+    tiling = call.tiling()
+    constants = {"T": tiling(**{field.name: compiled_for[field.name] for field in fields(tiling)})}
     signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}
     signature |= dict(zip(kernel.arg_names, types, strict=False))
     signature |= {name: "constexpr" for name in constants.keys() & signature.keys()}

@@ -141,7 +141,7 @@ def test_parts_add_up(dtype):
         pytest.skip("the kernels are for Triton 3.6")
     import triton.language as tl
 
-    from cs336_systems.kernels.hopper.backward_shared import split_of
+    from cs336_systems.kernels.hopper.backward_parts import split_of
 
     device = CUDA if NATIVE else torch.device("cpu")
     n, d = 70, 64

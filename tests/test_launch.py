@@ -192,8 +192,7 @@ def test_products_are_rounded_before_sums_in_float32_alone(kernel):
 def test_heads_are_in_groups_under_a_mask_alone(kernel, is_causal):
     for _ in range(2):
         launch.launch_forward(*drawn(), is_causal, replace(TILE, head_group=4))
-    from_the_end = kernel.arg_names.index("HEAD_GROUP") - len(kernel.arg_names)
-    assert [call[from_the_end] for call in kernel.calls] == 2 * [4 if is_causal else 1]
+    assert [call[-1].HEAD_GROUP.value for call in kernel.calls] == 2 * [4 if is_causal else 1]
 
 
 def test_more_programs_than_a_launch_has(kernel, monkeypatch):

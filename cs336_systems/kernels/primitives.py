@@ -4,11 +4,11 @@ Inputs (batch, heads, n, d) arrive as `Strided` tuples or, where Hopper's copy e
 tensor descriptors; L and delta as bare pointers, or as descriptors too. In the portable kernels only `load_tile` and
 `load_per_query` know the difference, and outputs are always written by pointer.
 
-What all kernels take: n_batch_heads = batch · heads; D_TILE_SIZE: D padded to a power of two; INPUT_PRECISION: that of
-tl.dot, for float32; BASE_2: see `to_base`; HEAD_GROUP: see `assigned_tile`; SKIP_MASKED: see `visible_keys`. MASKED
+Every kernel takes n_batch_heads = batch · heads, and what it is compiled for as one constexpr, T, a `Tiling`. MASKED
 says whether the tiles of a loop need comparisons.
 """
 
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import triton
@@ -28,6 +28,30 @@ class Strided(NamedTuple):
     col_stride: Any
 
 
+@dataclass(frozen=True)
+class Constexprs:
+    """A base for what kernels take as one constexpr. Its plain values become constexprs, which Triton's shapes need."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
+
+@dataclass(frozen=True)
+class Tiling(Constexprs):
+    """What a portable kernel is compiled for."""
+
+    D: tl.constexpr  # columns of q, k, v and o
+    D_TILE_SIZE: tl.constexpr  # D padded to a power of two
+    Q_TILE_SIZE: tl.constexpr  # rows of a query tile
+    K_TILE_SIZE: tl.constexpr  # rows of a key tile
+    IS_CAUSAL: tl.constexpr
+    HEAD_GROUP: tl.constexpr  # see `assigned_tile`
+    SKIP_MASKED: tl.constexpr  # see `visible_keys`
+    INPUT_PRECISION: tl.constexpr  # of tl.dot, for float32
+    BASE_2: tl.constexpr  # see `to_base`
+
+
 @triton.jit
 def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
     """Which tile of which head this program works on: (tile, batch, head).
@@ -45,40 +69,35 @@ def assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    x, batch, head, start, n,
-    D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr, CHECK_ROWS: tl.constexpr,
-):  # fmt: skip
+def load_tile(x, batch, head, start, n, TILE_SIZE: tl.constexpr, T: tl.constexpr, CHECK_ROWS: tl.constexpr):
     """Rows start, …, start + TILE_SIZE - 1 of one head's matrix (n, D), as a tile (TILE_SIZE, D_TILE_SIZE).
 
     Columns past D are zeros, and so are rows past n, which may only occur where CHECK_ROWS says so.
     """
     if isinstance(x, tl.tensor_descriptor):
         # The copy engine knows the tensor's shape and fills in the zeros by itself.
-        return x.load([batch, head, start, 0]).reshape(TILE_SIZE, D_TILE_SIZE)
+        return x.load([batch, head, start, 0]).reshape(TILE_SIZE, T.D_TILE_SIZE)
     else:
         rows = start + tl.arange(0, TILE_SIZE)
-        cols = tl.arange(0, D_TILE_SIZE)
-        pointers = tile_pointers(x, batch, head, start, TILE_SIZE, D_TILE_SIZE)
-        if CHECK_ROWS and D < D_TILE_SIZE:
-            return tl.load(pointers, mask=(rows < n)[:, None] & (cols < D)[None, :], other=0.0)
+        cols = tl.arange(0, T.D_TILE_SIZE)
+        pointers = tile_pointers(x, batch, head, start, TILE_SIZE, T.D_TILE_SIZE)
+        if CHECK_ROWS and T.D < T.D_TILE_SIZE:
+            return tl.load(pointers, mask=(rows < n)[:, None] & (cols < T.D)[None, :], other=0.0)
         elif CHECK_ROWS:
             return tl.load(pointers, mask=(rows < n)[:, None], other=0.0)
-        elif D < D_TILE_SIZE:
-            return tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+        elif T.D < T.D_TILE_SIZE:
+            return tl.load(pointers, mask=(cols < T.D)[None, :], other=0.0)
         else:
             return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(
-    x, batch, head, start, n, tile, D: tl.constexpr, TILE_SIZE: tl.constexpr, D_TILE_SIZE: tl.constexpr
-):  # fmt: skip
+def store_tile(x, batch, head, start, n, tile, TILE_SIZE: tl.constexpr, T: tl.constexpr):
     """Store a tile where `load_tile` would read it, without its rows past n and its columns past D."""
     rows = start + tl.arange(0, TILE_SIZE)
-    cols = tl.arange(0, D_TILE_SIZE)
-    pointers = tile_pointers(x, batch, head, start, TILE_SIZE, D_TILE_SIZE)
-    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=(rows < n)[:, None] & (cols < D)[None, :])
+    cols = tl.arange(0, T.D_TILE_SIZE)
+    pointers = tile_pointers(x, batch, head, start, TILE_SIZE, T.D_TILE_SIZE)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=(rows < n)[:, None] & (cols < T.D)[None, :])
 
 
 @triton.jit
@@ -121,32 +140,32 @@ def store_per_query(ptr, batch, head, n_heads, start, n_queries, values, TILE_SI
 
 
 @triton.jit
-def to_base(x, BASE_2: tl.constexpr):
+def to_base(x, T: tl.constexpr):
     """x in the units of `exp_in_base`: with BASE_2, log2(e) · x, so that exp2 of it is exp(x).
 
     The hardware's exponential is exp2. With log2(e) folded into the scale, exp(scale · S - m) takes one multiply-add
     and one exp2 a score, without another multiplication; in return S picks up an error in the last place of float32.
     Kernels therefore take base 2 for 16-bit inputs, and e for float32.
     """
-    return x * LOG2_E if BASE_2 else x
+    return x * LOG2_E if T.BASE_2 else x
 
 
 @triton.jit
-def from_base(x, BASE_2: tl.constexpr):
+def from_base(x, T: tl.constexpr):
     """The inverse of `to_base`."""
-    return x * LN_2 if BASE_2 else x
+    return x * LN_2 if T.BASE_2 else x
 
 
 @triton.jit
-def exp_in_base(x, BASE_2: tl.constexpr):
+def exp_in_base(x, T: tl.constexpr):
     """exp of the number that `to_base` made x of."""
-    return tl.exp2(x) if BASE_2 else tl.exp(x)
+    return tl.exp2(x) if T.BASE_2 else tl.exp(x)
 
 
 @triton.jit
-def log_in_base(x, BASE_2: tl.constexpr):
+def log_in_base(x, T: tl.constexpr):
     """The inverse of `exp_in_base`."""
-    return tl.log2(x) if BASE_2 else tl.log(x)
+    return tl.log2(x) if T.BASE_2 else tl.log(x)
 
 
 @triton.jit
@@ -159,47 +178,40 @@ def visible(queries, keys, n_keys, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(
-    i, n_keys, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, SKIP_MASKED: tl.constexpr
-):
-    """(unmasked_end, end): all queries of the tile at i see all keys before `unmasked_end`, a multiple of K_TILE_SIZE,
-    and none sees a key from `end` on. Between the two lie the diagonal and the ragged edge.
+def visible_keys(i, n_keys, T: tl.constexpr):
+    """(diagonal, end): all queries of the tile at i see all keys before `diagonal`, a multiple of K_TILE_SIZE, and none
+    sees a key from `end` on. Between the two lie the diagonal and the ragged edge.
 
-    Without SKIP_MASKED a causal kernel visits every tile and compares it with the mask, as one that knew no better.
+    Without SKIP_MASKED a causal kernel visits every tile and compares it with the mask: a rung of the ladder.
     """
-    if not IS_CAUSAL:
-        unmasked_end = n_keys
+    if not T.IS_CAUSAL:
+        diagonal = n_keys
         end = n_keys
-    elif SKIP_MASKED:
-        unmasked_end = tl.minimum(n_keys, i + 1)
-        end = tl.minimum(n_keys, i + Q_TILE_SIZE)
+    elif T.SKIP_MASKED:
+        diagonal = tl.minimum(n_keys, i + 1)
+        end = tl.minimum(n_keys, i + T.Q_TILE_SIZE)
     else:
-        unmasked_end = 0
+        diagonal = 0
         end = n_keys
-    return unmasked_end // K_TILE_SIZE * K_TILE_SIZE, end
+    return diagonal // T.K_TILE_SIZE * T.K_TILE_SIZE, end
 
 
 @triton.jit
-def visible_queries(
-    j,
-    n_queries,
-    Q_TILE_SIZE: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SKIP_MASKED: tl.constexpr,
-):
-    """(begin, unmasked_begin, unmasked_end): no query before `begin` sees a key of the tile at j, and all queries of
-    the whole tiles from `unmasked_begin` to `unmasked_end` see all of its keys. Between the first two lies the
-    diagonal, after the last the ragged edge. All three are multiples of Q_TILE_SIZE, in this order. Past n_queries
-    they may lie only where no tile is unmasked: the last two are then equal. SKIP_MASKED: as in `visible_keys`.
+def visible_queries(j, n_queries, T: tl.constexpr):
+    """(begin, unmasked_begin, unmasked_end), multiples of Q_TILE_SIZE in this order:
+
+        begin | masked: the diagonal | unmasked_begin | unmasked | unmasked_end | masked: the ragged edge | n_queries
+
+    No query before `begin` sees a key of the tile at j. The queries of unmasked tiles see all of its keys. If no tile
+    is unmasked, the last two are equal and may exceed n_queries. SKIP_MASKED: as in `visible_keys`.
     """
-    if not IS_CAUSAL:
+    if not T.IS_CAUSAL:
         begin = 0
         unmasked_begin = 0
-    elif SKIP_MASKED:
-        begin = j // Q_TILE_SIZE * Q_TILE_SIZE
-        unmasked_begin = tl.cdiv(j + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
+    elif T.SKIP_MASKED:
+        begin = j // T.Q_TILE_SIZE * T.Q_TILE_SIZE
+        unmasked_begin = tl.cdiv(j + T.K_TILE_SIZE - 1, T.Q_TILE_SIZE) * T.Q_TILE_SIZE
     else:
         begin = 0
-        unmasked_begin = tl.cdiv(n_queries, Q_TILE_SIZE) * Q_TILE_SIZE
-    return begin, unmasked_begin, tl.maximum(unmasked_begin, n_queries // Q_TILE_SIZE * Q_TILE_SIZE)
+        unmasked_begin = tl.cdiv(n_queries, T.Q_TILE_SIZE) * T.Q_TILE_SIZE
+    return begin, unmasked_begin, tl.maximum(unmasked_begin, n_queries // T.Q_TILE_SIZE * T.Q_TILE_SIZE)

@@ -70,7 +70,7 @@ class AnyTile(Protocol):
         ...
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
-        """The kernel's arguments that come of it and of the mask."""
+        """Fields of the kernel's tiling that depend on the tile and the mask."""
         ...
 
     def options(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class AnyTile(Protocol):
 
 
 def _common(tile: AnyTile, is_causal: bool) -> dict[str, Any]:
-    """The arguments of all kernels."""
+    """The fields that all tilings have."""
     return {
         "Q_TILE_SIZE": tile.q_tile_size,
         "K_TILE_SIZE": tile.k_tile_size,
@@ -135,8 +135,12 @@ class HopperForward(_OnHopper):
         return WARPGROUP_ROWS * self.attenders
 
     def constants(self, is_causal: bool) -> dict[str, Any]:
-        own = {"STAGES": self.num_stages, "REGISTERS": self.registers, "Q_IN_REGISTERS": self.q_in_registers}
-        return _common(self, is_causal) | own
+        return _common(self, is_causal) | {
+            "ATTENDERS": self.attenders,
+            "STAGES": self.num_stages,
+            "REGISTERS": self.registers,
+            "Q_IN_REGISTERS": self.q_in_registers,
+        }
 
 
 @dataclass(frozen=True)

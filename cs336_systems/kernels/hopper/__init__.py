@@ -21,10 +21,10 @@ A buffer lives from the copy that fills it to the last reader's arrival; the rin
 loader may run ahead. Attenders take turns on the tensor cores (`primitives.wait_for_turn`): while one's products run,
 another takes its exponentials.
 
-The backward passes have pictures of their own in `backward.py` (head dims to 64) and `backward_wide.py` (to 128). What
-passes through shared memory there is in `backward_shared.py`: `KeyTiles`, which stay; `QueryRing`, whose stages have a
-`filled` barrier alone, since each kernel learns in its own way when they are free; and `Handover`, by which warpgroups
-give one another dS.
+The backward passes have pictures of their own in `backward_d64.py` (head dims to 64) and `backward_d128.py` (to 128).
+What passes through shared memory there is in `backward_parts.py`: `KeyTiles`, which stay; `QueryRing`, whose stages
+have a `filled` barrier alone, since each kernel learns in its own way when they are free; and `Handover`, by which
+warpgroups give one another dS.
 
 Names and line numbers are those of `kernels/forward.py` and `kernels/backward.py`, which remain the text to learn from,
 the fallback, and what runs where gradients have to be bit-equal from run to run.

@@ -22,47 +22,41 @@ from cs336_systems.kernels.primitives import LN_2, LOG2_E, assigned_tile, per_qu
 
 
 @gluon.jit
-def flash_forward_hopper_kernel(
-    q, k, v, o, L_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale,
-    D_TILE_SIZE: gl.constexpr, Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    HEAD_GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-):  # fmt: skip
+def flash_forward_hopper_kernel(q, k, v, o, L_ptr, n_heads, n_batch_heads, n_queries, n_keys, scale, T: gl.constexpr):
     """Algorithm 1 for the queries i, …, i + Q_TILE_SIZE - 1 of one head.
 
     q, o: descriptors of (batch, heads, n_queries, D) in tiles of ROWS; k, v: of (batch, heads, n_keys, D), n_keys >= 1,
     in tiles of K_TILE_SIZE >= ROWS. L_ptr: float32, contiguous (batch, heads, n_queries), natural logarithm. scale:
-    1 / sqrt(D). REGISTERS: of each thread that attends.
+    1 / sqrt(D). T: a `ForwardTiling`.
     """
-    n_tiles = gl.cdiv(n_queries, Q_TILE_SIZE)
-    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, HEAD_GROUP)
+    n_tiles = gl.cdiv(n_queries, T.Q_TILE_SIZE)
+    tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, T.HEAD_GROUP)
     # Causal work grows with the query index: the last tile is the longest and goes first.
-    i = (n_tiles - 1 - tile) * Q_TILE_SIZE
+    i = (n_tiles - 1 - tile) * T.Q_TILE_SIZE
     L = per_query(L_ptr, batch, head, n_heads, n_queries)
 
-    ATTENDERS: gl.constexpr = Q_TILE_SIZE // ROWS
-    gl.static_assert(ATTENDERS == 2 or ATTENDERS == 3, "partitions are written out for these below")
-    # A warpgroup passes over the key tiles that come after its queries without waiting for them. They have to be fewer
-    # than the stages: the first tile that it waits for must be the first use of its buffer, for a barrier tells no more
-    # than two successive phases apart.
-    gl.static_assert((Q_TILE_SIZE - ROWS + K_TILE_SIZE - 1) // K_TILE_SIZE < STAGES)
-    q_tiles = make_ring(q, ATTENDERS, 1)
-    k_tiles = make_ring(k, STAGES, ATTENDERS)
-    v_tiles = make_ring(v, STAGES, ATTENDERS)
-    o_tiles = gl.allocate_shared_memory(o.dtype, [ATTENDERS, 1, 1, ROWS, D_TILE_SIZE], o.layout)
+    gl.static_assert(T.ATTENDERS == 2 or T.ATTENDERS == 3, "partitions are written out for these below")
+    # A warpgroup skips key tiles beyond its queries without waiting. There must be fewer of them than stages, because a
+    # barrier has one phase bit and could not tell a skipped use from the next.
+    gl.static_assert((T.Q_TILE_SIZE - ROWS + T.K_TILE_SIZE - 1) // T.K_TILE_SIZE < T.STAGES)
+    q_tiles = make_ring(q, T.ATTENDERS, 1)
+    k_tiles = make_ring(k, T.STAGES, T.ATTENDERS)
+    v_tiles = make_ring(v, T.STAGES, T.ATTENDERS)
+    o_tiles = gl.allocate_shared_memory(o.dtype, [T.ATTENDERS, 1, 1, ROWS, T.D_TILE_SIZE], o.layout)
     fence_async_shared()
 
-    n_visible = gl.minimum(n_keys, i + Q_TILE_SIZE) if IS_CAUSAL else n_keys
-    n_key_tiles = gl.cdiv(n_visible, K_TILE_SIZE)
+    n_visible = gl.minimum(n_keys, i + T.Q_TILE_SIZE) if T.IS_CAUSAL else n_keys
+    n_key_tiles = gl.cdiv(n_visible, T.K_TILE_SIZE)
     gl.warp_specialize(
         [
             (_warpgroup, (
                 w, q, k, v, o, L, q_tiles, k_tiles, v_tiles, o_tiles, batch, head, i, n_key_tiles, n_queries, n_keys,
-                scale * LOG2_E, D_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, ATTENDERS, Q_IN_REGISTERS,
+                scale * LOG2_E, T,
             ))
-            for w in ((0, 1, 2) if ATTENDERS == 2 else (0, 1, 2, 3))
+            for w in ((0, 1, 2) if T.ATTENDERS == 2 else (0, 1, 2, 3))
         ],
-        [4, 4] if ATTENDERS == 2 else [4, 4, 4],
-        [REGISTERS, REGISTERS] if ATTENDERS == 2 else [REGISTERS, REGISTERS, REGISTERS],
+        [4, 4] if T.ATTENDERS == 2 else [4, 4, 4],
+        [T.REGISTERS, T.REGISTERS] if T.ATTENDERS == 2 else [T.REGISTERS, T.REGISTERS, T.REGISTERS],
     )  # fmt: skip
 
 
@@ -70,29 +64,25 @@ def flash_forward_hopper_kernel(
 def _warpgroup(
     W: gl.constexpr,
     q, k, v, o, L, q_tiles, k_tiles, v_tiles, o_tiles, batch, head, i, n_key_tiles, n_queries, n_keys, score_scale,
-    D_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, ATTENDERS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
     """The first warpgroup loads, the others attend."""
     if W == 0:
-        _load(q, k, v, q_tiles, k_tiles, v_tiles, batch, head, i, n_key_tiles, K_TILE_SIZE, ATTENDERS)
+        _load(q, k, v, q_tiles, k_tiles, v_tiles, batch, head, i, n_key_tiles, T)
     else:
         _attend(
             W - 1, q_tiles, k_tiles, v_tiles, o_tiles, o, L, batch, head, i, n_key_tiles, n_queries, n_keys,
-            score_scale, D_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, ATTENDERS, Q_IN_REGISTERS,
+            score_scale, T,
         )  # fmt: skip
 
 
 @gluon.jit
-def _load(
-    q, k, v, q_tiles, k_tiles, v_tiles, batch, head, i, n_key_tiles,
-    K_TILE_SIZE: gl.constexpr, ATTENDERS: gl.constexpr,
-):  # fmt: skip
+def _load(q, k, v, q_tiles, k_tiles, v_tiles, batch, head, i, n_key_tiles, T: gl.constexpr):
     """Lines 5 and 8. Key tiles come from the last to the first, so that masks are done with at the start."""
-    for w in gl.static_range(ATTENDERS):
+    for w in gl.static_range(T.ATTENDERS):
         q_tiles.fill(w, q, batch, head, i + w * ROWS)
     for step in range(n_key_tiles):
-        j = (n_key_tiles - 1 - step) * K_TILE_SIZE
+        j = (n_key_tiles - 1 - step) * T.K_TILE_SIZE
         k_tiles.fill(step, k, batch, head, j)
         v_tiles.fill(step, v, batch, head, j)
 
@@ -101,26 +91,25 @@ def _load(
 def _attend(
     W: gl.constexpr,
     q_tiles, k_tiles, v_tiles, o_tiles, o, L, batch, head, i, n_key_tiles, n_queries, n_keys, score_scale,
-    D_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, ATTENDERS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
     """Lines 6 to 18, without line 8, for the queries i + W · ROWS, …, of one warpgroup.
 
     S of one key tile is issued together with P V of the tile before; both run while other warpgroups take exponentials.
     """
-    S_LAYOUT: gl.constexpr = product_layout(K_TILE_SIZE)
-    O_LAYOUT: gl.constexpr = product_layout(D_TILE_SIZE)
-    NEXT: gl.constexpr = (W + 1) % ATTENDERS
+    S_LAYOUT: gl.constexpr = product_layout(T.K_TILE_SIZE)
+    O_LAYOUT: gl.constexpr = product_layout(T.D_TILE_SIZE)
+    NEXT: gl.constexpr = (W + 1) % T.ATTENDERS
     i += W * ROWS
-    zeros = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
-    o_i = gl.zeros([ROWS, D_TILE_SIZE], gl.float32, O_LAYOUT)  # line 6
+    zeros = gl.zeros([ROWS, T.K_TILE_SIZE], gl.float32, S_LAYOUT)
+    o_i = gl.zeros([ROWS, T.D_TILE_SIZE], gl.float32, O_LAYOUT)  # line 6
     l = partial_row_sums(zeros)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
 
     # line 7: the key tiles that come after all of these queries are other warpgroups'
-    n_visible = gl.minimum(n_keys, i + ROWS) if IS_CAUSAL else n_keys
-    first = n_key_tiles - gl.cdiv(n_visible, K_TILE_SIZE)
-    if W == ATTENDERS - 1:
+    n_visible = gl.minimum(n_keys, i + ROWS) if T.IS_CAUSAL else n_keys
+    first = n_key_tiles - gl.cdiv(n_visible, T.K_TILE_SIZE)
+    if W == T.ATTENDERS - 1:
         pass_turn(0)
     for step in range(first):
         wait_for_turn(W)
@@ -129,8 +118,8 @@ def _attend(
         v_tiles.release(step)
 
     q_i = q_tiles.get(W)
-    if Q_IN_REGISTERS:
-        q_i = q_i.load(operand_layout(K_TILE_SIZE))
+    if T.Q_IN_REGISTERS:
+        q_i = q_i.load(operand_layout(T.K_TILE_SIZE))
     k_j = k_tiles.get(first)
     wait_for_turn(W)
     S = warpgroup_mma(q_i, k_j.permute((1, 0)), zeros, use_acc=False, is_async=True)  # line 9, unscaled
@@ -139,8 +128,8 @@ def _attend(
     k_tiles.release(first)
     # Only the first of its tiles reaches beyond what all of these queries see: the diagonal, or the ragged edge.
     queries = i + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    keys = (n_key_tiles - 1 - first) * K_TILE_SIZE + gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
-    S = gl.where(visible(queries[:, None], keys[None, :], n_keys, IS_CAUSAL), S, float("-inf"))
+    keys = (n_key_tiles - 1 - first) * T.K_TILE_SIZE + gl.arange(0, T.K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
+    S = gl.where(visible(queries[:, None], keys[None, :], n_keys, T.IS_CAUSAL), S, float("-inf"))
     P, m, l, o_i = _softmax(S, m, l, o_i, score_scale, v_tiles.buffers.dtype)
 
     for step in range(first + 1, n_key_tiles):
@@ -178,7 +167,7 @@ def _softmax(S, m, l, o_i, score_scale, dtype: gl.constexpr):
     P~ comes in the dtype of V, as the left operand of P~ V: it stays in registers.
     """
     m_new = gl.maximum(m, row_max(S) * score_scale)  # line 10
-    # As long as all scores of a query are -inf, their exponentials are 0, not those of -inf - (-inf).
+    # A row without a finite score yet: subtract 0, so that exp2 gives 0 and not NaN.
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     P = gl.exp2(S * score_scale - shift[:, None])  # line 11
     rescale = gl.exp2(m - shift)

@@ -1,13 +1,47 @@
 """What the Hopper kernels share: rings of buffers, layouts, turns on the tensor cores."""
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from cs336_systems.kernels.primitives import Constexprs
 from cs336_systems.kernels.tiles import WARPGROUP_ROWS
 
 ROWS = gl.constexpr(WARPGROUP_ROWS)
+
+
+@dataclass(frozen=True)
+class ForwardTiling(Constexprs):
+    """What Hopper's forward is compiled for."""
+
+    D_TILE_SIZE: gl.constexpr  # D padded to a power of two
+    Q_TILE_SIZE: gl.constexpr  # rows of a query tile: ROWS for each attender
+    K_TILE_SIZE: gl.constexpr  # rows of a key tile
+    IS_CAUSAL: gl.constexpr
+    HEAD_GROUP: gl.constexpr  # see `assigned_tile`
+    ATTENDERS: gl.constexpr  # warpgroups that attend
+    STAGES: gl.constexpr  # of the rings of K and V
+    REGISTERS: gl.constexpr  # of each thread that attends
+    Q_IN_REGISTERS: gl.constexpr  # or else in shared memory
+
+
+@dataclass(frozen=True)
+class BackwardTiling(Constexprs):
+    """What Hopper's backward kernels are compiled for."""
+
+    D: gl.constexpr  # columns of q, k, v and o
+    D_TILE_SIZE: gl.constexpr  # D padded to a power of two
+    Q_TILE_SIZE: gl.constexpr  # rows of a query tile
+    K_TILE_SIZE: gl.constexpr  # keys of a program: ROWS for each of two warpgroups
+    IS_CAUSAL: gl.constexpr
+    HEAD_GROUP: gl.constexpr  # see `assigned_tile`
+    STAGES: gl.constexpr  # query tiles in shared memory
+    dS_STAGES: gl.constexpr  # buffers of dS that the warpgroups hand over
+    dQ_STAGES: gl.constexpr  # buffers of what is added to dQ
+    REGISTERS: gl.constexpr  # of each thread that owns keys
 
 
 @aggregate

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.kernels.hopper.primitives import ROWS, make_barriers, matrix_of, wait_filled
-from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, store_tile
+from cs336_systems.kernels.primitives import assigned_tile, load_per_query, load_tile, store_tile, tile_pointers
 from cs336_systems.kernels.tiles import STEP_COLUMNS
 
 PART_COLUMNS = gl.constexpr(STEP_COLUMNS)  # of the split L and delta
@@ -46,25 +46,24 @@ def split_of(dtype):
 
 @triton.jit
 def flash_backward_hopper_preprocess_kernel(
-    o, dO, L_ptr, parts_ptr, dq_sum, n_heads, n_batch_heads, n_queries, scale,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-):  # fmt: skip
+    o, dO, L_ptr, parts_ptr, dq_sum, n_heads, n_batch_heads, n_queries, scale, T: tl.constexpr
+):
     """Line 2, and L and delta in parts, for K_TILE_SIZE queries of one head; their rows of dq_sum are set to zero.
 
     o, dO: (batch, heads, n_queries, D); dq_sum: float32, (batch, heads, n_queries, D_TILE_SIZE). L_ptr: float32,
     contiguous (batch, heads, n_queries), natural logarithm. parts_ptr: (batch · heads, query tiles, 2, Q_TILE_SIZE,
     PART_COLUMNS) in the dtype of dO: -L in the units of unscaled scores, and -delta; as many query tiles as fill tiles
-    of K_TILE_SIZE.
+    of K_TILE_SIZE. T: a `BackwardTiling`.
     """
-    n_tiles = tl.cdiv(n_queries, K_TILE_SIZE)
+    n_tiles = tl.cdiv(n_queries, T.K_TILE_SIZE)
     tile, batch, head = assigned_tile(n_tiles, n_heads, n_batch_heads, 1)
-    i = tile * K_TILE_SIZE
-    o_i = load_tile(o, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    dO_i = load_tile(dO, batch, head, i, n_queries, D, K_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
+    i = tile * T.K_TILE_SIZE
+    o_i = load_tile(o, batch, head, i, n_queries, T.K_TILE_SIZE, T, CHECK_ROWS=True)
+    dO_i = load_tile(dO, batch, head, i, n_queries, T.K_TILE_SIZE, T, CHECK_ROWS=True)
     delta_i = tl.sum(o_i.to(tl.float32) * dO_i.to(tl.float32), 1)  # line 2
-    L_i = load_per_query(L_ptr, batch, head, n_heads, i, n_queries, K_TILE_SIZE, CHECK=True)
+    L_i = load_per_query(L_ptr, batch, head, n_heads, i, n_queries, T.K_TILE_SIZE, CHECK=True)
     # Where there is no query, or none of its scores is above -inf: with an L as large as parts can be its P is 0.
-    rows = tl.arange(0, K_TILE_SIZE)
+    rows = tl.arange(0, T.K_TILE_SIZE)
     seen = (i + rows < n_queries) & (L_i != float("-inf"))
     # From 2^24 on float32 resolves L and S to 2 at best: exp(S - L) must not come out as inf.
     in_reach = tl.where(tl.abs(L_i) < 2.0**24, L_i, L_i + tl.abs(L_i) * 2.0**-20)
@@ -72,13 +71,14 @@ def flash_backward_hopper_preprocess_kernel(
     in_range = tl.clamp(tl.where(seen, in_reach / scale, SPLIT.largest), -SPLIT.largest, SPLIT.largest)
     L_i = tl.where(L_i == L_i, in_range, L_i)  # clamp makes a number of NaN, and gradients would hide it
 
-    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * K_TILE_SIZE * PART_COLUMNS
-    row_of_L = rows // Q_TILE_SIZE * 2 * Q_TILE_SIZE + rows % Q_TILE_SIZE
+    first = ((tl.cast(batch, tl.int64) * n_heads + head) * n_tiles + tile) * 2 * T.K_TILE_SIZE * PART_COLUMNS
+    row_of_L = rows // T.Q_TILE_SIZE * 2 * T.Q_TILE_SIZE + rows % T.Q_TILE_SIZE
     pointers = parts_ptr + first + row_of_L[:, None] * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
     tl.store(pointers, _in_parts(-L_i, SPLIT.hiding[0], dO_i.dtype))
-    tl.store(pointers + Q_TILE_SIZE * PART_COLUMNS, _in_parts(-delta_i, 0.0, dO_i.dtype))
-    zeros = tl.zeros([K_TILE_SIZE, D_TILE_SIZE], tl.float32)
-    store_tile(dq_sum, batch, head, i, n_queries, zeros, D_TILE_SIZE, K_TILE_SIZE, D_TILE_SIZE)
+    tl.store(pointers + T.Q_TILE_SIZE * PART_COLUMNS, _in_parts(-delta_i, 0.0, dO_i.dtype))
+    zeros = tl.zeros([T.K_TILE_SIZE, T.D_TILE_SIZE], tl.float32)
+    pointers = tile_pointers(dq_sum, batch, head, i, T.K_TILE_SIZE, T.D_TILE_SIZE)
+    tl.store(pointers, zeros, mask=(i + rows < n_queries)[:, None])
 
 
 @triton.jit
@@ -100,15 +100,12 @@ def _in_parts(x, rest: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def flash_backward_hopper_postprocess_kernel(
-    dq, dq_sum, n_heads, n_batch_heads, n_queries, scale,
-    D: tl.constexpr, D_TILE_SIZE: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
-):  # fmt: skip
+def flash_backward_hopper_postprocess_kernel(dq, dq_sum, n_heads, n_batch_heads, n_queries, scale, T: tl.constexpr):
     """dQ = scale · (sum of dS K), in its dtype, for one query tile of one head."""
-    tile, batch, head = assigned_tile(tl.cdiv(n_queries, Q_TILE_SIZE), n_heads, n_batch_heads, 1)
-    i = tile * Q_TILE_SIZE
-    sums = load_tile(dq_sum, batch, head, i, n_queries, D, Q_TILE_SIZE, D_TILE_SIZE, CHECK_ROWS=True)
-    store_tile(dq, batch, head, i, n_queries, sums * scale, D, Q_TILE_SIZE, D_TILE_SIZE)
+    tile, batch, head = assigned_tile(tl.cdiv(n_queries, T.Q_TILE_SIZE), n_heads, n_batch_heads, 1)
+    i = tile * T.Q_TILE_SIZE
+    sums = load_tile(dq_sum, batch, head, i, n_queries, T.Q_TILE_SIZE, T, CHECK_ROWS=True)
+    store_tile(dq, batch, head, i, n_queries, sums * scale, T.Q_TILE_SIZE, T)
 
 
 @builtin
@@ -116,6 +113,27 @@ def add_to_global(x, coordinates, tile, _semantic=None):
     """Let the copy engine add a tile in shared memory to x in global memory. (Gluon has no name of its own for it.)"""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, x.handle, coordinates, tile.handle)
+
+
+@aggregate
+class Work:
+    """What one program computes: the keys from j on, of one head, over n_steps query tiles from first_tile on."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    j: gl.tensor
+    first_tile: gl.tensor
+    n_steps: gl.tensor
+    scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, j, first_tile, n_steps, scale):
+        self.batch = batch
+        self.head = head
+        self.j = j
+        self.first_tile = first_tile
+        self.n_steps = n_steps
+        self.scale = scale
 
 
 @aggregate
@@ -135,12 +153,12 @@ class KeyTiles:
         self.filled = filled
 
     @gluon.jit
-    def load(self, k, v, batch, head, j):
+    def load(self, k, v, work):
         """Line 7."""
         width: gl.constexpr = self.k_tiles.shape[4]
         mbarrier.expect(self.filled, 4 * ROWS * width * 2)
         for half in gl.static_range(2):
-            rows = [batch, head, j + half * ROWS, 0]
+            rows = [work.batch, work.head, work.j + half * ROWS, 0]
             tma.async_copy_global_to_shared(k, rows, self.filled, self.k_tiles.index(half))
             tma.async_copy_global_to_shared(v, rows, self.filled, self.v_tiles.index(half))
 
@@ -159,11 +177,11 @@ class KeyTiles:
         return matrix_of(self.v_tiles, half)
 
     @gluon.jit
-    def store_gradient(self, half: gl.constexpr, x, gradient, batch, head, j):
+    def store_gradient(self, half: gl.constexpr, x, gradient, work):
         """Line 19 for one half, through the buffer of V, which nobody reads any more; rows past n_keys are left out."""
         self.v_j(half).store(gradient.to(x.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(x, [batch, head, j + half * ROWS, 0], self.v_tiles.index(half))
+        tma.async_copy_shared_to_global(x, [work.batch, work.head, work.j + half * ROWS, 0], self.v_tiles.index(half))
         tma.store_wait(0)
 
 
@@ -216,20 +234,21 @@ class QueryRing:
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def load(self, step, wanted, q, dO, parts, batch, head, tile, part_row):
-        """Line 10: query tile number `tile`, nothing unless wanted. part_row: where this head's parts begin."""
+    def load(self, step, wanted, q, dO, parts, work, part_row):
+        """Line 10 for one step, nothing unless wanted. part_row: where this head's parts begin."""
         rows: gl.constexpr = self.q_tiles.shape[3]
         width: gl.constexpr = self.q_tiles.shape[4]
-        i = tile * rows
+        i = (work.first_tile + step) * rows
+        at = [work.batch, work.head, i, 0]
         stage = step % self.stages
         arrived = self.filled.index(stage)
         mbarrier.expect(arrived, 2 * rows * (width + PART_COLUMNS) * 2, pred=wanted)
-        tma.async_copy_global_to_shared(q, [batch, head, i, 0], arrived, self.q_tiles.index(stage), pred=wanted)
+        tma.async_copy_global_to_shared(q, at, arrived, self.q_tiles.index(stage), pred=wanted)
         for which in gl.static_range(2):
             part_tile = self.part_tiles.index(2 * stage + which)
             row = part_row + 2 * i + which * rows
             tma.async_copy_global_to_shared(parts, [row, 0], arrived, part_tile, pred=wanted)
-        tma.async_copy_global_to_shared(dO, [batch, head, i, 0], arrived, self.dO_tiles.index(stage), pred=wanted)
+        tma.async_copy_global_to_shared(dO, at, arrived, self.dO_tiles.index(stage), pred=wanted)
 
     @gluon.jit
     def wait(self, step):
@@ -314,10 +333,10 @@ def make_handover(q, stages: gl.constexpr):
 
 
 @gluon.jit
-def query_tile_range(j, n_queries, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def query_tile_range(j, n_queries, T: gl.constexpr):
     """(n_tiles, first): how many query tiles there are, counted up to a multiple of 2 · ROWS queries, as `parts` is
     padded; and the first that sees key j, n_tiles if none does.
     """
-    per_key_tile: gl.constexpr = 2 * ROWS // Q_TILE_SIZE
+    per_key_tile: gl.constexpr = 2 * ROWS // T.Q_TILE_SIZE
     n_tiles = gl.cdiv(n_queries, 2 * ROWS) * per_key_tile
-    return n_tiles, gl.minimum(j // Q_TILE_SIZE, n_tiles) if IS_CAUSAL else 0
+    return n_tiles, gl.minimum(j // T.Q_TILE_SIZE, n_tiles) if T.IS_CAUSAL else 0
