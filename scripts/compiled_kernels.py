@@ -71,7 +71,7 @@ def source(entry: Entry) -> "ASTSource":
     from triton.compiler import ASTSource
 
     from cs336_systems.kernels import backward, forward
-    from cs336_systems.kernels.primitives import Strided
+    from cs336_systems.kernels.primitives import Strided, Tiling
     from cs336_systems.kernels.tiles import padded_head_dim
 
     element, dtype = ELEMENTS[entry.dtype], getattr(torch, entry.dtype)

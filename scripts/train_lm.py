@@ -177,7 +177,6 @@ def make_model(config: Config, shape: Shape, attention: str) -> "BasicsTransform
 
 def start(config: Config, shape: Shape, text: str, device: "torch.device") -> Run:
     """A run at its first step."""
-    import torch
 
     from cs336_basics.optimizer import AdamW
     from cs336_systems.inputs import float32_matmul_precision

@@ -15,7 +15,6 @@ from matplotlib import figure
 from cs336_basics import nn_utils, training
 from cs336_basics.training import Corpus, batch_at, load_checkpoint, save_checkpoint, standard_library_text
 from cs336_systems import launch
-from cs336_systems.attention import ATTENTION
 from cs336_systems.bench.cli import parse
 from cs336_systems.bench.measure import float32_precision
 
