@@ -79,6 +79,7 @@ def main(config: Config) -> None:
     from cs336_systems.bench.ceiling import measure_ceiling
     from cs336_systems.bench.measure import COURSE, Duration
     from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.record import measuring_into
     from cs336_systems.bench.report import ladders
     from cs336_systems.bench.sweep import Sweep, run_all
     from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape
@@ -107,8 +108,9 @@ def main(config: Config) -> None:
         harness=COURSE,
     )
     console = Console()
-    rows = run_all([plain, course], config.out_jsonl, config.fresh, console)
-    measure_ceiling(config.out_jsonl, dtype, device, budget)
+    with measuring_into(config.out_jsonl):
+        rows = run_all([plain, course], config.out_jsonl, config.fresh, console)
+        measure_ceiling(config.out_jsonl, dtype, device)
     publish(
         rows,
         lambda rows, notes: ladders(

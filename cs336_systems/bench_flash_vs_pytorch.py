@@ -80,6 +80,7 @@ def main(config: Config) -> None:
     from cs336_systems.bench.ceiling import measure_ceiling
     from cs336_systems.bench.measure import Duration, float32_precision
     from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.record import measuring_into
     from cs336_systems.bench.report import comparisons
     from cs336_systems.bench.sweep import Sweep
     from cs336_systems.bench.workload import DTYPES, PASSES, AttentionShape, powers_of_two
@@ -93,26 +94,27 @@ def main(config: Config) -> None:
     variant = limited(device, config.memory_limit_gib)
 
     console, rows, fresh = Console(), [], config.fresh
-    for name in dict.fromkeys(config.dtypes):
-        for precision in config.float32_precision if name == "float32" else ("highest",):
-            with float32_precision(precision):
-                sweep = Sweep(
-                    implementations=[ATTENTION[each] for each in dict.fromkeys(names)],
-                    shapes=[
-                        AttentionShape(batch, 1, n, n, d, DTYPES[name], config.causal)
-                        for batch in dict.fromkeys(config.batch_sizes)
-                        for d in head_dims
-                        for n in lengths
-                    ],
-                    passes=PASSES,
-                    reference=ATTENTION["naive"].function,
-                    device=device,
-                    budget=budget,
-                    variant=variant,
-                )
-                rows += sweep.run(config.out_jsonl, fresh, console)
-                measure_ceiling(config.out_jsonl, DTYPES[name], device, budget)
-                fresh = False
+    with measuring_into(config.out_jsonl):
+        for name in dict.fromkeys(config.dtypes):
+            for precision in config.float32_precision if name == "float32" else ("highest",):
+                with float32_precision(precision):
+                    sweep = Sweep(
+                        implementations=[ATTENTION[each] for each in dict.fromkeys(names)],
+                        shapes=[
+                            AttentionShape(batch, 1, n, n, d, DTYPES[name], config.causal)
+                            for batch in dict.fromkeys(config.batch_sizes)
+                            for d in head_dims
+                            for n in lengths
+                        ],
+                        passes=PASSES,
+                        reference=ATTENTION["naive"].function,
+                        device=device,
+                        budget=budget,
+                        variant=variant,
+                    )
+                    rows += sweep.run(config.out_jsonl, fresh, console)
+                    measure_ceiling(config.out_jsonl, DTYPES[name], device)
+                    fresh = False
     publish(
         rows,
         lambda rows, notes: comparisons(rows, TITLES[device.type], tuple(ATTENTION), "naive", notes, memory=False),

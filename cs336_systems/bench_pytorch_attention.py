@@ -61,6 +61,7 @@ def main(config: Config) -> None:
     from cs336_systems.bench.ceiling import measure_ceiling
     from cs336_systems.bench.measure import Passes
     from cs336_systems.bench.publish import publish
+    from cs336_systems.bench.record import measuring_into
     from cs336_systems.bench.report import comparisons
     from cs336_systems.bench.sweep import Sweep
     from cs336_systems.bench.workload import DTYPES, AttentionShape
@@ -82,8 +83,9 @@ def main(config: Config) -> None:
         variant=limited(device, config.memory_limit_gib),
     )
     console = Console()
-    rows = sweep.run(jsonl, config.fresh, console)
-    measure_ceiling(jsonl, DTYPES[config.dtype], device, budget)
+    with measuring_into(jsonl):
+        rows = sweep.run(jsonl, config.fresh, console)
+        measure_ceiling(jsonl, DTYPES[config.dtype], device)
     publish(
         rows,
         lambda rows, notes: comparisons(rows, TITLES[device.type], tuple(ATTENTION), "naive", notes),

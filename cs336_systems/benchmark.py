@@ -182,7 +182,7 @@ def main(config: Config) -> None:
         recorded_memory(config.memory_snapshot),
     ):
         # Under a profiler a large matmul would be most of what it sees.
-        ceiling = None if config.nvtx else measure_ceiling(None, workloads[0].dtype, device, budget).tflops
+        ceiling = None if config.nvtx else measure_ceiling(None, workloads[0].dtype, device).tflops
         sweep = ModelSweep(
             implementations=[ATTENTION[name] for name in dict.fromkeys(config.attention)],
             workloads=workloads,

@@ -389,12 +389,12 @@ def test_ceiling(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     with monkeypatch.context() as patch:
         patch.setitem(measure_ceiling.__globals__, "time_call", lambda *_: torch.empty(2**60))
-        failed = measure_ceiling(path, torch.float32, CPU, Duration(0, 1))
+        failed = measure_ceiling(path, torch.float32, CPU)
     assert failed.status == "error" and failed.tflops is None and str(failed.message).startswith("RuntimeError: ")
     found = []
     for precision in ("highest", "high", "high"):
         with float32_precision(precision):
-            found.append(measure_ceiling(path, torch.float32, CPU, Duration(0, 1)))
+            found.append(measure_ceiling(path, torch.float32, CPU))
     last = found[-1]
     assert last == found[1] and found[0].status == "ok"
     assert last.median_ms is not None and last.tflops == pytest.approx(2 * 64**3 / last.median_ms / 1e9)

@@ -564,15 +564,14 @@ def test_out_of_memory_on_the_gpu_and_the_row_after_it(tmp_path):
 # --- the matmul for scale
 
 
-@pytest.mark.parametrize("budget", [None, Passes(50, 100), Duration(0, 1)], ids=str)
-def test_the_ceiling_has_a_method_of_its_own(tmp_path, monkeypatch, budget):
-    """Whatever a benchmark's own budget is: 33, 69 and 680 passes made three ceilings of one GPU."""
+def test_the_ceiling_has_a_method_of_its_own(tmp_path, monkeypatch):
+    """Timed by the benchmark's own budget, by 33, 69 and 680 passes, one GPU had three ceilings."""
     budgets = []
     monkeypatch.setattr(ceiling, "time_call", lambda run, device, budget: budgets.append(budget) or Timing(9, 9, 9, 2))
     monkeypatch.setitem(ceiling.SIZES, "cpu", 8)
-    one = ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget)
+    one = ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU)
     assert budgets == [ceiling.BUDGETS["cpu"]] == [Passes(0, 2)]
-    assert ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU, budget) == one and len(budgets) == 1
+    assert ceiling.measure_ceiling(tmp_path / "rows.jsonl", torch.float32, CPU) == one and len(budgets) == 1
     assert ceiling.ceiling_note(one).endswith("The matmul is timed twice after one pass of warm-up.")
 
 

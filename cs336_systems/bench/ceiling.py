@@ -22,11 +22,11 @@ CEILING_METHOD = {
 }
 
 
-def measure_ceiling(path: Path | None, dtype: torch.dtype, device: torch.device, budget: Budget | None = None) -> Row:
+def measure_ceiling(path: Path | None, dtype: torch.dtype, device: torch.device) -> Row:
     """Time (n, n) by (n, n) in `dtype`, at the float32 precision now set, unless `path`, if there is one, has that row.
 
     In the row n_queries, n_keys and d are n; FLOPs are 2·n³. Where it fails the row says so. A row on a GPU that was
-    timed for less than a second is measured again. `budget` does not count: the method is CEILING_METHOD.
+    timed for less than a second is measured again. The method is CEILING_METHOD.
 
     Raises:
         BusyError: another process measures into the folder of `path`.
