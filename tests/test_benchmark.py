@@ -17,6 +17,7 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_systems import benchmark
 from cs336_systems.attention import ATTENTION
+from cs336_systems.bench import ceiling
 from cs336_systems.bench.ceiling import CEILING_METHOD
 from cs336_systems.bench.cli import parse
 from cs336_systems.bench.measure import Passes
@@ -320,7 +321,7 @@ def test_sweep_means_all_sizes():
 
 def test_a_second_run_stops_before_the_ceiling(tmp_path, monkeypatch):
     """The large matmul, too, would spoil the times of the run that is under way."""
-    monkeypatch.setattr(benchmark, "measure_ceiling", lambda *_: pytest.fail("measured beside another run"))
+    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *_: pytest.fail("measured beside another run"))
     with FileLock(tmp_path / ".measuring.lock"), pytest.raises(BusyError):  # as another process holds it
         benchmark.main(benchmark.Config(device="cpu", out_jsonl=tmp_path / "a.jsonl", out_md=tmp_path / "a.md"))
 
