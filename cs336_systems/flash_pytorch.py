@@ -167,8 +167,8 @@ class FlashAttention2Pytorch(torch.autograd.Function):
 
     q is (..., n_queries, d), k and v are (..., n_keys, d), in float16, bfloat16, float32 or float64, with any strides.
     For the backward it keeps q, k, v, o and the log-sum-exp L of shape (..., n_queries). A second derivative raises.
-    torch.compile unrolls the loops over tiles; where lengths change it needs dynamic=False. So does torch.jit.trace: its
-    graph is for the lengths that it was traced with.
+    torch.compile unrolls the loops over tiles; where lengths change it needs dynamic=False. A graph of
+    torch.jit.trace is right for the lengths that it was traced with, and for no others.
 
     Q K^T has to be finite in float32 before it is scaled. Gradients lose accuracy as L grows, by the rounding of a
     float32: scores of 1e4 cost 1e-3 of P, and from 1e8 on P may sum to more than 1.

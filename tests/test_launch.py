@@ -255,12 +255,15 @@ def test_profilers_see_later_launches_by_name(hopper, d):
     try:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
             run_attention(attention, inputs, True)
+            inputs.q.sin()
             torch.cuda.synchronize()
     finally:
         for way, hook in hooks.items():
             chains[way].remove(hook)
     assert seen == {"enter": names, "exit": names}
     profiled = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    if not any("sin" in name for name in profiled):
+        pytest.skip("the profiler sees no kernels here, PyTorch's neither")
     assert sorted(name for name in profiled if name in names) == sorted(names)
 
 
