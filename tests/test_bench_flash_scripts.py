@@ -428,6 +428,7 @@ def test_context_lasts_over_forward_and_backward(tmp_path):
 
 
 @needs_gpu
+@pytest.mark.alone
 def test_measured_twice(tmp_path):
     """The same row, first and again after others, differs by less than 3 % where it takes more than 0.1 ms and the
     tables do not mark it as unsteady, as they do where the host is slower than the GPU; at length 8192 in any case.

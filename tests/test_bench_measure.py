@@ -166,6 +166,7 @@ def test_a_captured_pass_is_replayed():
 
 
 @needs_gpu
+@pytest.mark.alone
 def test_gpu_passes_start_from_a_cold_cache():
     """A copy that fits into L2 has to come from memory: slower than the same copy with nothing in between."""
     device = torch.device("cuda")

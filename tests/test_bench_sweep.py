@@ -588,6 +588,7 @@ def test_the_ceiling_of_a_gpu_is_timed_for_a_second(tmp_path, monkeypatch):
 
 
 @needs_gpu
+@pytest.mark.alone
 def test_the_ceiling_stays(tmp_path):
     first, second = (ceiling.measure_ceiling(None, torch.bfloat16, DEVICE).tflops for _ in range(2))
     assert first and second and abs(first / second - 1) < 0.03
