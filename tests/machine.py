@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cs336_systems import dense_backward, launch, launch_hopper
+from cs336_systems.bench import accuracy
 from cs336_systems.bench.cli import parse
 from cs336_systems.kernels.tiles import Gpu
 
@@ -59,12 +60,20 @@ def compile_missing_reason() -> str | None:
 
 
 def run_without_gpu(script: ModuleType, *flags: str) -> None:
-    """main() of the script, in a process that sees no GPU: in this one if there is none."""
+    """main() of the script, in a process that sees no GPU: in this one if there is none.
+
+    The other process checks implementations at the length that `accuracy.CHECK_LENGTH` has here.
+    """
     if not torch.cuda.is_available():
         script.main(parse(script.Config, flags))
         return
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, str(script.__file__), *flags], env=environment, check=True, timeout=180)
+    code = (
+        "import importlib, sys; from cs336_systems.bench import accuracy; from cs336_systems.bench.cli import parse; "
+        f"accuracy.CHECK_LENGTH = {accuracy.CHECK_LENGTH}; script = importlib.import_module({script.__name__!r}); "
+        "script.main(parse(script.Config, sys.argv[1:]))"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, *flags], env=environment, check=True, timeout=600)
 
 
 def without_inductor_on_cpu(monkeypatch) -> None:

@@ -605,12 +605,17 @@ def test_compiled_into_cuda_graphs(d, hopper):
 
     compiled = torch.compile(attention, mode="reduce-overhead", fullgraph=True)
     kept = []  # so that no inputs take the place of earlier ones
-    for step in range(5):
-        inputs = Case((2, 3), 200, 260, d).draw(torch.float16, DEVICE, seed=step)
-        kept.append(inputs)
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_same(run_attention(compiled, inputs, True), run_attention(attention, inputs, True), hopper)
-    assert counters["inductor"]["cudagraph_skips"] == 0, "it ran without CUDA graphs"
+    try:
+        for step in range(5):
+            inputs = Case((2, 3), 200, 260, d).draw(torch.float16, DEVICE, seed=step)
+            kept.append(inputs)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same(run_attention(compiled, inputs, True), run_attention(attention, inputs, True), hopper)
+        assert counters["inductor"]["cudagraph_skips"] == 0, "it ran without CUDA graphs"
+        # The forward's graph has three such inputs: more means that the backward has a graph too.
+        assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] > 3, "it ran without CUDA graphs"
+    finally:
+        torch.compiler.reset()  # which gives the graphs' memory back
 
 
 @needs_gpu
@@ -628,15 +633,17 @@ def test_on_the_current_stream(monkeypatch, d, dtype, hopper):
     expected = run_attention(attention, inputs, True)  # all is compiled: launches do not wait for that
     monkeypatch.setattr(launch, "_launches", {})
     late, aside = Inputs(*(torch.empty_like(x) for x in inputs)), torch.cuda.Stream()
-    for _ in range(3):
+    for launch_number in range(3):
         for x in late:
             x.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(aside):
-            torch.cuda._sleep(100_000_000)  # some 50 ms
+            torch.cuda._sleep(300_000_000)  # some 150 ms
             for to, x in zip(late, inputs, strict=True):
                 to.copy_(x)
             result = run_attention(attention, late, True)
+        # The first launches may take longer than the inputs.
+        assert launch_number == 0 or not aside.query(), "the inputs were written before the launches"
         aside.synchronize()
         assert_same(result, expected, hopper)
 

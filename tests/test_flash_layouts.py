@@ -1,5 +1,6 @@
 """Leading dimensions, empty tensors and strides, small and huge, of what the FlashAttention-2 Functions take."""
 
+import gc
 import mmap
 import sys
 
@@ -155,12 +156,22 @@ def test_empty_tensors(flash, is_causal, case):
     assert_within_budget(result, inputs, is_causal)
 
 
+@pytest.fixture
+def memory_given_back():
+    """Leaves the GPU's memory to other processes: PyTorch's allocator would keep the largest blocks."""
+    yield
+    if NATIVE:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def untouched_memory(n: int, dtype: torch.dtype) -> torch.Tensor:
     """A buffer of n elements on the device. On a CPU it takes no memory but for the pages that are touched."""
     if NATIVE:
-        if torch.cuda.mem_get_info()[0] < n * dtype.itemsize + 2 * 2**30:
-            pytest.skip(f"needs {n * dtype.itemsize / 2**30 + 2:.0f} GiB of free GPU memory")
-        return torch.empty(n, dtype=dtype, device=DEVICE)
+        try:
+            return torch.empty(n, dtype=dtype, device=DEVICE)
+        except torch.OutOfMemoryError:
+            pytest.skip(f"needs {n * dtype.itemsize / 2**30:.0f} GiB of free GPU memory")
     if sys.platform != "linux":
         pytest.skip("needs Linux, to reserve addresses without memory")
     no_reserve = 0x4000  # MAP_NORESERVE, which Python's mmap does not name
@@ -202,6 +213,7 @@ far_apart_along = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("off", [64, 65], ids=["aligned", "unaligned"])
 @far_apart_along
+@pytest.mark.usefixtures("memory_given_back")
 @both_flash
 def test_offsets_past_32_bits(flash, case, dim, step, off):
     """Over more than 4 GiB an offset computed in 32 bits would wrap. Aligned steps go by descriptor."""
@@ -211,6 +223,7 @@ def test_offsets_past_32_bits(flash, case, dim, step, off):
 
 
 @far_apart_along
+@pytest.mark.usefixtures("memory_given_back")
 @needs_triton
 def test_offsets_of_outputs_past_32_bits(case, dim, step):
     """Kernels write where an output's strides say. Those of the Function's own outputs leave no gaps."""
@@ -230,22 +243,23 @@ def test_offsets_of_outputs_past_32_bits(case, dim, step):
 
 @needs_gpu
 @pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.usefixtures("memory_given_back")
 def test_more_than_two_to_the_31_elements(hopper):
     """4,160 heads of 8192 x 64 are 2.2e9 elements: the last head is what it is alone, forward and backward.
 
     But for the order in which Hopper's own kernels add up dq.
     """
     case = Case((65, 64), 8192, 8192, 64)
-    needed = 10 * 65 * 64 * 8192 * 64 * 2
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
     shape = (*case.leading, case.n_queries, case.d)
-    inputs = Inputs(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)))
 
     def attention(q, k, v, is_causal):
         return flash_function("triton")(q, k, v, is_causal, hopper)
 
-    everything = run_attention(attention, inputs, True)
+    try:
+        inputs = Inputs(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)))
+        everything = run_attention(attention, inputs, True)
+    except torch.OutOfMemoryError:
+        pytest.skip("needs some 45 GiB of free GPU memory")
     alone = run_attention(attention, Inputs(*(x[-1, -1].clone() for x in inputs)), True)
     for name in TENSORS:
         last, one = getattr(everything, name)[-1, -1], getattr(alone, name)
